@@ -1,0 +1,33 @@
+"""RL rollouts in Arrow to packed micro-batches, and a loss that does not depend on how the batch was cut.
+
+One way through, each verb usable alone: :func:`summarize`, :func:`plan`, :func:`pack`, and in :mod:`rollpack.torch` the
+reducer. Importing rollpack needs neither torch nor a GPU.
+"""
+
+from rollpack._errors import DataError, PlanError, RollpackError, SchemaError
+from rollpack.cost import CostModel
+from rollpack.packed import read_packed, write_packed
+from rollpack.packing import MicroBatch, pack
+from rollpack.planning import Plan, Step, plan
+from rollpack.summary import Summary, summarize
+from rollpack.weights import sample_weights
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CostModel",
+    "DataError",
+    "MicroBatch",
+    "Plan",
+    "PlanError",
+    "RollpackError",
+    "SchemaError",
+    "Step",
+    "Summary",
+    "pack",
+    "plan",
+    "read_packed",
+    "sample_weights",
+    "summarize",
+    "write_packed",
+]

@@ -1,0 +1,81 @@
+"""The Rust extension. Its callers are in this package; the public interface is ``rollpack``."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+_Ints: TypeAlias = npt.NDArray[np.int64]
+_Cut: TypeAlias = tuple[int, str, int, int]
+_Planned: TypeAlias = tuple[_Ints, _Ints, _Ints, _Ints]
+
+class _Request(Protocol):
+    @property
+    def columns(self) -> Mapping[str, str | None]: ...
+    @property
+    def rollout_key(self) -> tuple[str, ...]: ...
+    @property
+    def groups(self) -> bool: ...
+    @property
+    def token_columns(self) -> tuple[str, ...]: ...
+    @property
+    def sample_columns(self) -> tuple[str, ...]: ...
+
+class _PlanArguments(Protocol):
+    @property
+    def loss_aggregation(self) -> str: ...
+
+def summarize(data: Sequence[Any], request: _Request) -> tuple[pa.RecordBatch, list[str]]: ...
+def inspect(
+    data: Sequence[Any], request: _Request
+) -> tuple[pa.RecordBatch, list[str], list[tuple[str, str | None, int | None, str]]]: ...
+def plan(summary: Any, key: Sequence[str], groups: bool, options: Options) -> Planning: ...
+def sample_weights(
+    loss_aggregation: str,
+    num_samples: int,
+    rollout_mask_sums: _Ints | None,
+    prompt_mask_sums: _Ints | None,
+    num_rollouts: int | None,
+    num_prompts: int | None,
+    num_tokens: int | None,
+    divisor: float | None,
+) -> npt.NDArray[np.float64]: ...
+
+class Options:
+    def __new__(cls, arguments: _PlanArguments, cut_arguments: _Cut) -> Options: ...
+
+class Planning:
+    @property
+    def placements(self) -> pa.RecordBatch: ...
+    @property
+    def offsets(self) -> _Ints: ...
+    @property
+    def steps(self) -> list[tuple[int, int | None, int, int]]: ...
+    @property
+    def dropped_rows(self) -> _Ints: ...
+    @property
+    def oversize_rows(self) -> _Ints: ...
+    @property
+    def fill(self) -> float: ...
+    @property
+    def imbalance(self) -> float: ...
+
+class Rows:
+    def __new__(cls, data: Sequence[Any], request: _Request) -> Rows: ...
+    @property
+    def num_rows(self) -> int: ...
+    @property
+    def float_columns(self) -> list[bool]: ...
+    def size(self, planned: _Planned, cut_arguments: _Cut) -> tuple[int, int, int, tuple[int, int, int, int]]: ...
+    def pack(
+        self,
+        planned: _Planned,
+        cut_arguments: _Cut,
+        cp_rank: int,
+        ints: npt.NDArray[np.int32],
+        mask: npt.NDArray[np.bool_],
+        floats: npt.NDArray[np.float32],
+        doubles: npt.NDArray[np.float64],
+    ) -> None: ...

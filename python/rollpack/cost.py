@@ -1,0 +1,34 @@
+"""What a sample costs a rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rollpack._errors import PlanError
+
+
+class CostModel(NamedTuple):
+    """A sample of s padded tokens costs ``linear * s + quadratic * s * s``; both are integers of at least 0.
+
+    Pass a model's FLOPs per token and per token pair to balance by them.
+    """
+
+    linear: int
+    quadratic: int = 0
+
+
+#: ``cost="attention"`` is a transformer whose attention costs as much as all else at 24,576 tokens.
+NAMED = {"tokens": CostModel(1, 0), "attention": CostModel(24_576, 1)}
+
+
+def cost_model(cost: str | CostModel) -> CostModel:
+    """The model that ``cost=`` names."""
+    if isinstance(cost, str):
+        if cost not in NAMED:
+            raise PlanError(f"cost is {cost!r}; it has to be {', '.join(NAMED)} or a CostModel")
+        return NAMED[cost]
+    model = CostModel(*cost)
+    for name, value in zip(model._fields, model, strict=True):
+        if not isinstance(value, int) or not 0 <= value < 2**64:
+            raise PlanError(f"{name} of the cost model is {value!r}; it has to be an integer of at least 0")
+    return model

@@ -1,0 +1,348 @@
+"""``plan``: which samples make up a step, a micro-batch and a rank's work, and what each sample weighs."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from rollpack import _core
+from rollpack._errors import DataError, PlanError
+from rollpack._files import write_whole
+from rollpack.cost import CostModel, cost_model
+from rollpack.summary import Summary, summarize
+
+_METADATA = b"rollpack.plan"
+
+
+class Step(NamedTuple):
+    """The counts of one optimizer step, of all ranks together."""
+
+    #: N, the rollouts that count in means.
+    num_rollouts: int
+    #: P, the prompt groups that count in means; None where groups were not read.
+    num_prompts: int | None
+    #: T, the trained tokens.
+    num_tokens: int
+    #: K, the micro-batches that each rank runs.
+    num_micro_batches: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The arguments that a plan was made with, as ``pack`` and the reducer need them."""
+
+    loss_aggregation: str
+    divisor: float | None
+    empty: str
+    max_tokens_per_gpu: int | None
+    micro_batch_size: int | None
+    dp_size: int
+    cp_size: int
+    layout: str
+    global_batch_size: int | None
+    prompts_per_step: int | None
+    remainder: str
+    oversize: str
+    placeholders: bool
+    micro_batch_multiple: int
+    pad_to_multiple_of: int
+    pad_micro_batch_to_multiple_of: int
+    cost: tuple[int, int]
+    sync: str
+
+    @property
+    def cut(self) -> tuple[int, str, int, int]:
+        """Paddings and the cut over cp ranks, as the core takes them."""
+        return self.cp_size, self.layout, self.pad_to_multiple_of, self.pad_micro_batch_to_multiple_of
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Plan:
+    """Where every sample goes. It holds integers (and weights), no token, and can be pickled, saved and sent.
+
+    It speaks the Arrow PyCapsule protocol as :meth:`to_arrow` does.
+
+    Attributes:
+        steps: the counts of each optimizer step.
+        settings: the arguments that it was made with.
+        columns: the mapping of column names, for ``pack``.
+        rollout_key: the rollout key, for reading the data again.
+        num_rows: the number of rows of the data.
+        dropped_rows: int64, the rows that ``remainder="drop"`` leaves out.
+        oversize_rows: int64, the rows over the budget that are alone in their micro-batch.
+        fill: true tokens over the tokens that the micro-batches have room for (for ``micro_batch_size``: as many as the
+            largest micro-batch of the step has).
+        imbalance: cost of the slowest rank over the mean rank, over each step (``sync="step"``) or each round of
+            micro-batches (``sync="micro_batch"``); 1.0 if nobody waits.
+    """
+
+    steps: tuple[Step, ...]
+    settings: Settings
+    columns: Mapping[str, str | None]
+    rollout_key: tuple[str, ...]
+    num_rows: int
+    dropped_rows: npt.NDArray[np.int64]
+    oversize_rows: npt.NDArray[np.int64]
+    fill: float
+    imbalance: float
+    _placements: pa.RecordBatch
+
+    def rows(self, step: int, dp_rank: int, micro_batch: int) -> npt.NDArray[np.int64]:
+        """The input rows of a micro-batch, int64, in the order in which they lie in it. A placeholder has none."""
+        rows: npt.NDArray[np.int64] = self._slice("row", self._bounds(step, dp_rank, micro_batch))
+        return rows
+
+    def to_arrow(self) -> pa.Table:
+        """One row a placed sample.
+
+        Columns: ``step``, ``dp_rank``, ``micro_batch``, ``position``, ``row``, ``total_length``, ``mask_sum``,
+        ``rollout_mask_sum``, under ``prompt_mean`` ``prompt_mask_sum`` (all int64), and ``sample_weight`` (float64).
+        """
+        return pa.Table.from_batches([self._placements]).drop_columns(["response_length"])
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        return self.to_arrow().__arrow_c_stream__(requested_schema)
+
+    def to_bytes(self) -> bytes:
+        """The plan as one Arrow IPC file."""
+        batch = self._placements.replace_schema_metadata({_METADATA: self._describe()})
+        sink = pa.BufferOutputStream()
+        with pa.ipc.new_file(sink, batch.schema) as writer:
+            writer.write_batch(batch)
+        return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Plan:
+        """The inverse of :meth:`to_bytes`.
+
+        Raises:
+            DataError: this is no plan.
+        """
+        try:
+            reader = pa.ipc.open_file(pa.BufferReader(data))
+            return cls._from_description((reader.schema.metadata or {})[_METADATA], reader.get_batch(0))
+        except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
+            raise DataError(f"this is no plan that rollpack saved: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan as one Arrow IPC file, whole or not at all."""
+        with write_whole(Path(path)) as temporary:
+            temporary.write_bytes(self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            DataError: the file is not there, or is no plan.
+        """
+        try:
+            return cls.from_bytes(Path(path).read_bytes())
+        except (OSError, DataError) as error:
+            raise DataError(f"{os.fspath(path)}: {error}") from error
+
+    @cached_property
+    def id(self) -> str:
+        """A hash of the schedule and its settings: the same plan has the same id on every machine."""
+        digest = hashlib.blake2b(self._describe(), digest_size=16)
+        for column in self._placements.columns:
+            digest.update(np.ascontiguousarray(column.to_numpy()).view(np.uint8))
+        return digest.hexdigest()
+
+    def _describe(self) -> bytes:
+        return json.dumps(
+            {
+                "steps": self.steps,
+                "settings": asdict(self.settings),
+                "columns": dict(self.columns),
+                "rollout_key": self.rollout_key,
+                "num_rows": self.num_rows,
+                "dropped_rows": self.dropped_rows.tolist(),
+                "oversize_rows": self.oversize_rows.tolist(),
+                "fill": self.fill,
+                "imbalance": self.imbalance,
+            },
+            sort_keys=True,
+        ).encode()
+
+    @classmethod
+    def _from_description(cls, described: bytes, placements: pa.RecordBatch) -> Plan:
+        values = json.loads(described)
+        settings = values["settings"] | {"cost": tuple(values["settings"]["cost"])}
+        return cls(
+            steps=tuple(Step(*step) for step in values["steps"]),
+            settings=Settings(**settings),
+            columns=values["columns"],
+            rollout_key=tuple(values["rollout_key"]),
+            num_rows=values["num_rows"],
+            dropped_rows=np.array(values["dropped_rows"], dtype=np.int64),
+            oversize_rows=np.array(values["oversize_rows"], dtype=np.int64),
+            fill=values["fill"],
+            imbalance=values["imbalance"],
+            _placements=placements.replace_schema_metadata(None),
+        )
+
+    @cached_property
+    def _first_bins(self) -> npt.NDArray[np.int64]:
+        """The number of the first micro-batch of each step, and the end."""
+        per_step = [step.num_micro_batches * self.settings.dp_size for step in self.steps]
+        return np.concatenate([[0], np.cumsum(per_step, dtype=np.int64)])
+
+    @cached_property
+    def _offsets(self) -> npt.NDArray[np.int64]:
+        """Where each micro-batch begins among the placed samples, and the end."""
+        per_rank = np.array([step.num_micro_batches for step in self.steps], dtype=np.int64)
+        step, rank, micro_batch = (self._placements.column(c).to_numpy() for c in ("step", "dp_rank", "micro_batch"))
+        bins = self._first_bins[step] + rank * per_rank[step] + micro_batch
+        counts = np.bincount(bins, minlength=int(self._first_bins[-1]))
+        return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+
+    def _bounds(self, step: int, dp_rank: int, micro_batch: int) -> slice:
+        per_rank = self._step(step).num_micro_batches
+        self._check("dp_rank", dp_rank, self.settings.dp_size)
+        self._check("micro_batch", micro_batch, per_rank)
+        index = int(self._first_bins[step]) + dp_rank * per_rank + micro_batch
+        return slice(int(self._offsets[index]), int(self._offsets[index + 1]))
+
+    def _step(self, step: int) -> Step:
+        self._check("step", step, len(self.steps))
+        return self.steps[step]
+
+    @staticmethod
+    def _check(name: str, value: int, size: int) -> None:
+        if not 0 <= value < size:
+            raise PlanError(f"{name} is {value}, and this plan has {size}, counted from 0")
+
+    def _only_step(self) -> int:
+        if len(self.steps) != 1:
+            raise PlanError(f"this plan has {len(self.steps)} steps; pass step=, from 0 to {len(self.steps) - 1}")
+        return 0
+
+    def _slice(self, column: str, bounds: slice) -> Any:
+        return self._placements.column(column).to_numpy()[bounds]
+
+    def __repr__(self) -> str:
+        settings = self.settings
+        per_rank = [step.num_micro_batches for step in self.steps]
+        shown = f"{per_rank[0]}" if len(set(per_rank)) == 1 else f"{min(per_rank)} to {max(per_rank)}"
+        left = f", {len(self.dropped_rows):,} rows dropped" if len(self.dropped_rows) else ""
+        left += f", {len(self.oversize_rows):,} rows over the budget" if len(self.oversize_rows) else ""
+        return (
+            f"Plan({self._placements.num_rows:,} samples in {len(self.steps)} steps of {shown} micro-batches on each of "
+            f"{settings.dp_size} x {settings.cp_size} dp x cp ranks, {settings.loss_aggregation}, "
+            f"fill {self.fill:.1%}, imbalance {self.imbalance:.4f}{left})"
+        )
+
+
+def plan(
+    data_or_summary: Any,
+    *,
+    loss_aggregation: str = "sample_mean",
+    divisor: float | None = None,
+    empty: str = "count",
+    max_tokens_per_gpu: int | None = None,
+    micro_batch_size: int | None = None,
+    dp_size: int = 1,
+    cp_size: int = 1,
+    layout: str = "zigzag",
+    global_batch_size: int | None = None,
+    prompts_per_step: int | None = None,
+    remainder: str = "error",
+    oversize: str = "error",
+    placeholders: bool = False,
+    micro_batch_multiple: int = 1,
+    pad_to_multiple_of: int = 1,
+    pad_micro_batch_to_multiple_of: int = 1,
+    cost: str | CostModel = "tokens",
+    sync: str = "step",
+    columns: Mapping[str, str | None] | None = None,
+    rollout_key: str | Sequence[str] = "rollout_id",
+) -> Plan:
+    """Cut rollouts into optimizer steps and micro-batches over ranks. The same input gives the same plan everywhere.
+
+    Args:
+        data_or_summary: rollouts, as :func:`rollpack.summarize` takes them, or a :class:`rollpack.Summary`.
+        loss_aggregation: ``sample_mean``, ``prompt_mean``, ``token_mean`` or ``constant``; see the README's table.
+        divisor: L of ``constant``, finite and above 0; for no other mode.
+        empty: whether a rollout or group without a trained token counts in the mean (``count``) or not (``skip``).
+        max_tokens_per_gpu: a micro-batch has at most ``max_tokens_per_gpu * cp_size`` tokens, padding included.
+        micro_batch_size: or a micro-batch has at most so many samples. Exactly one of the two is given.
+        dp_size: D, data-parallel ranks.
+        cp_size: C, context-parallel ranks that share each micro-batch.
+        layout: ``zigzag`` pads each sequence to a multiple of 2C and gives each rank two of its 2C chunks;
+            ``contiguous`` pads the micro-batch to a multiple of C and cuts it in C runs.
+        global_batch_size: rollouts a step, as slime counts (Megatron counts samples).
+        prompts_per_step: or whole prompt groups a step. With neither, all of the data is one step.
+        remainder: an incomplete last step is an ``error``, or is ``drop``-ped (see ``Plan.dropped_rows``) or ``keep``-t.
+        oversize: a sample over the budget is an ``error``, or goes ``alone`` into a micro-batch.
+        placeholders: where a step has fewer samples than micro-batches, fill up with masked dummies.
+        micro_batch_multiple: every rank's number of micro-batches is a multiple of this (Megatron's
+            ``microbatch_group_size_per_vp_stage`` where stages are interleaved).
+        pad_to_multiple_of: pad each sequence to a multiple of this, together with what ``layout`` needs.
+        pad_micro_batch_to_multiple_of: pad each micro-batch, over all its cp ranks, to a multiple of this. For a multiple
+            of m on each rank, pass ``m * cp_size``.
+        cost: what ranks are balanced by: ``tokens``, ``attention`` or a :class:`rollpack.CostModel`.
+        sync: whether ranks wait for each other once a ``step`` (DDP, pipelines) or at each ``micro_batch`` (FSDP,
+            expert parallelism).
+        columns: as for :func:`rollpack.summarize`; the plan hands it on to ``pack``.
+        rollout_key: as for :func:`rollpack.summarize`.
+
+    Returns:
+        A :class:`Plan`. Every row is in exactly one micro-batch or in ``dropped_rows``; no micro-batch is empty; each rank
+        has the same number of them in a step; none is over the budget but those of ``oversize_rows``.
+
+    Raises:
+        PlanError: what cannot be met, and what would meet it.
+        SchemaError, DataError: as for :func:`rollpack.summarize`.
+    """
+    settings = Settings(
+        loss_aggregation=loss_aggregation,
+        divisor=None if divisor is None else float(divisor),
+        empty=empty,
+        max_tokens_per_gpu=max_tokens_per_gpu,
+        micro_batch_size=micro_batch_size,
+        dp_size=dp_size,
+        cp_size=cp_size,
+        layout=layout,
+        global_batch_size=global_batch_size,
+        prompts_per_step=prompts_per_step,
+        remainder=remainder,
+        oversize=oversize,
+        placeholders=placeholders,
+        micro_batch_multiple=micro_batch_multiple,
+        pad_to_multiple_of=pad_to_multiple_of,
+        pad_micro_batch_to_multiple_of=pad_micro_batch_to_multiple_of,
+        cost=cost_model(cost),
+        sync=sync,
+    )
+    options = _core.Options(settings, settings.cut)
+    if isinstance(data_or_summary, Summary):
+        summary = data_or_summary
+        if columns is not None or rollout_key != "rollout_id":
+            raise PlanError("columns= and rollout_key= belong to summarize; this summary was made with its own")
+    else:
+        groups = loss_aggregation == "prompt_mean" or prompts_per_step is not None
+        summary = summarize(data_or_summary, groups=groups, columns=columns, rollout_key=rollout_key)
+    planned = _core.plan(summary._batch, summary.rollout_key, summary.groups, options)
+    return Plan(
+        steps=tuple(Step(*step) for step in planned.steps),
+        settings=settings,
+        columns=dict(summary.request.columns),
+        rollout_key=summary.request.rollout_key,
+        num_rows=len(summary),
+        dropped_rows=planned.dropped_rows,
+        oversize_rows=planned.oversize_rows,
+        fill=planned.fill,
+        imbalance=planned.imbalance,
+        _placements=planned.placements,
+    )

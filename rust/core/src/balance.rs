@@ -1,0 +1,252 @@
+//! Balance: the same number of micro-batches on every rank, none empty, and nobody waiting longer than needed.
+
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
+
+use crate::Result;
+use crate::bins::{best_fit_decreasing, longest_first};
+use crate::cost::{Cost, total};
+use crate::error::plan_error;
+
+/// When ranks wait for each other.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Sync {
+    /// Once a step (DDP, pipelines): ranks' totals are evened out.
+    Step,
+    /// At every micro-batch (FSDP, expert parallelism): what runs at the same time is evened out.
+    MicroBatch,
+}
+
+impl Sync {
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "step" => Ok(Self::Step),
+            "micro_batch" => Ok(Self::MicroBatch),
+            _ => plan_error!("sync is '{name}'; it has to be step or micro_batch"),
+        }
+    }
+}
+
+/// What limits a micro-batch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Limit {
+    /// Padded tokens of its sequences. A longer sample is alone in its micro-batch.
+    Tokens(i64),
+    Samples(usize),
+}
+
+/// The shape that a step's schedule has to have.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    pub dp_size: usize,
+    pub limit: Limit,
+    /// Every rank's number of micro-batches is a multiple of this.
+    pub multiple: usize,
+    /// Whether micro-batches may be empty where there are fewer samples than micro-batches.
+    pub placeholders: bool,
+    pub sync: Sync,
+}
+
+/// More micro-batches in a step than this are a mistake in the arguments.
+const MAX_SLOTS: usize = 1 << 26;
+
+/// The micro-batches of one step: all of rank 0's, then rank 1's and so on, each a list of samples in input order.
+/// `lengths` are padded; `step` is for the error.
+pub fn schedule(step: usize, lengths: &[i64], costs: &[Cost], shape: &Shape) -> Result<Vec<Vec<usize>>> {
+    let bins = match shape.limit {
+        Limit::Tokens(capacity) => by_budget(lengths, capacity),
+        Limit::Samples(size) => vec![Vec::new(); lengths.len().div_ceil(size)],
+    };
+    let per_rank = bins.len().div_ceil(shape.dp_size).next_multiple_of(shape.multiple);
+    let slots = per_rank.saturating_mul(shape.dp_size);
+    if slots > MAX_SLOTS {
+        return plan_error!(
+            "step {step} would have {slots} micro-batches, and {MAX_SLOTS} is the most; lower dp_size"
+        );
+    }
+    let missing = slots.saturating_sub(lengths.len());
+    if missing > 0 && !shape.placeholders {
+        return plan_error!(
+            "step {step} has {} samples, and dp_size {} x {per_rank} micro-batches on each rank need at least {slots}: \
+             {missing} are missing. Lower dp_size or micro_batch_multiple, take larger steps, or pass placeholders=True",
+            lengths.len(),
+            shape.dp_size
+        );
+    }
+    let mut schedule = match shape.limit {
+        Limit::Tokens(capacity) => {
+            let bins = fill_slots(bins, lengths, costs, capacity, slots - missing);
+            deal(bins, costs, shape, per_rank)
+        }
+        Limit::Samples(_) => by_count(costs, shape, per_rank),
+    };
+    for samples in &mut schedule {
+        samples.sort_unstable();
+    }
+    Ok(schedule)
+}
+
+/// Longest processing time first: items, heaviest first, each to the lightest part that has room for one more.
+/// The limits add up to at least the number of items.
+pub fn lpt(costs: &[Cost], limits: &[usize]) -> Vec<Vec<usize>> {
+    let mut parts = vec![Vec::new(); limits.len()];
+    let open = (0..limits.len()).filter(|p| limits[*p] > 0);
+    let mut lightest: BinaryHeap<_> = open.map(|part| Reverse((0, part))).collect();
+    for item in heaviest_first(costs) {
+        let Some(Reverse((load, part))) = lightest.pop() else { break };
+        parts[part].push(item);
+        if parts[part].len() < limits[part] {
+            lightest.push(Reverse((costs[item].saturating_add(load), part)));
+        }
+    }
+    parts
+}
+
+fn heaviest_first(costs: &[Cost]) -> Vec<usize> {
+    let mut order: Vec<usize> = (0..costs.len()).collect();
+    order.sort_by_key(|i| Reverse(costs[*i]));
+    order
+}
+
+fn cost_of(samples: &[usize], costs: &[Cost]) -> Cost {
+    total(samples.iter().map(|s| costs[*s]))
+}
+
+/// Few bins under the cap; what is over it is alone.
+fn by_budget(lengths: &[i64], capacity: i64) -> Vec<Vec<usize>> {
+    let (fitting, alone): (Vec<_>, Vec<_>) = (0..lengths.len()).partition(|i| lengths[*i] <= capacity);
+    let short: Vec<i64> = fitting.iter().map(|i| lengths[*i]).collect();
+    let bins = best_fit_decreasing(&short, capacity);
+    let bins = bins.into_iter().map(|bin| bin.into_iter().map(|i| fitting[i]).collect());
+    bins.chain(alone.into_iter().map(|i| vec![i])).collect()
+}
+
+/// Exactly `slots` bins, none empty, as even in cost as the cap allows. There are at least `slots` samples.
+fn fill_slots(
+    bins: Vec<Vec<usize>>,
+    lengths: &[i64],
+    costs: &[Cost],
+    capacity: i64,
+    slots: usize,
+) -> Vec<Vec<usize>> {
+    spread(lengths, costs, capacity, slots).unwrap_or_else(|| split(bins, costs, slots))
+}
+
+/// Longest first into the lightest bin that has room; `None` where a sample finds none.
+fn spread(lengths: &[i64], costs: &[Cost], capacity: i64, slots: usize) -> Option<Vec<Vec<usize>>> {
+    /// How many bins are tried for one sample: a bound in work.
+    const TRIES: usize = 16;
+    let mut bins = vec![Vec::new(); slots];
+    let mut room = vec![capacity; slots];
+    let mut lightest: BinaryHeap<_> = (0..slots).map(|bin| Reverse((0, bin))).collect();
+    let mut passed_by = Vec::new();
+    for sample in longest_first(lengths) {
+        let length = lengths[sample];
+        let (load, bin) = loop {
+            let Reverse((load, bin)) = lightest.pop()?;
+            // What is over the cap takes an empty bin and leaves no room in it.
+            if length <= room[bin] || bins[bin].is_empty() {
+                break (load, bin);
+            }
+            passed_by.push(Reverse((load, bin)));
+            if passed_by.len() == TRIES {
+                return None;
+            }
+        };
+        bins[bin].push(sample);
+        room[bin] -= length;
+        lightest.push(Reverse((costs[sample].saturating_add(load), bin)));
+        lightest.extend(passed_by.drain(..));
+    }
+    Some(bins)
+}
+
+/// Splits the heaviest bins of several samples in two until there are `slots`.
+fn split(bins: Vec<Vec<usize>>, costs: &[Cost], slots: usize) -> Vec<Vec<usize>> {
+    let (mut whole, mut bins): (Vec<_>, Vec<_>) = bins.into_iter().partition(|bin| bin.len() == 1);
+    let mut heaviest: BinaryHeap<_> =
+        bins.iter().enumerate().map(|(i, bin)| (cost_of(bin, costs), Reverse(i))).collect();
+    while whole.len() + heaviest.len() < slots {
+        let Some((_, Reverse(i))) = heaviest.pop() else { break };
+        let members = std::mem::take(&mut bins[i]);
+        let member_costs: Vec<_> = members.iter().map(|s| costs[*s]).collect();
+        for half in lpt(&member_costs, &[members.len() - 1; 2]) {
+            let half: Vec<usize> = half.into_iter().map(|i| members[i]).collect();
+            if half.len() == 1 {
+                whole.push(half);
+            } else {
+                heaviest.push((cost_of(&half, costs), Reverse(bins.len())));
+                bins.push(half);
+            }
+        }
+    }
+    whole.extend(heaviest.into_iter().map(|(_, Reverse(i))| std::mem::take(&mut bins[i])));
+    whole.sort_by_key(|bin| bin.first().copied()); // a heap's own order says nothing
+    whole
+}
+
+/// Deals bins to ranks, `per_rank` to each; where there are fewer, the rest stays empty.
+fn deal(mut bins: Vec<Vec<usize>>, costs: &[Cost], shape: &Shape, per_rank: usize) -> Vec<Vec<usize>> {
+    let dp_size = shape.dp_size;
+    bins.sort_by_cached_key(|bin| Reverse(cost_of(bin, costs)));
+    bins.resize_with(dp_size * per_rank, Vec::new);
+    let bin_costs: Vec<_> = bins.iter().map(|bin| cost_of(bin, costs)).collect();
+    let ranks = match shape.sync {
+        Sync::Step => lpt(&bin_costs, &vec![per_rank; dp_size]),
+        Sync::MicroBatch => {
+            // Neighbours in cost run at the same time; among them the heaviest goes to the rank that has done least.
+            let mut ranks = vec![Vec::with_capacity(per_rank); dp_size];
+            let mut loads = vec![0; dp_size];
+            for first in (0..bins.len()).step_by(dp_size) {
+                let mut idle: Vec<usize> = (0..dp_size).collect();
+                idle.sort_by_key(|rank| loads[*rank]);
+                for (rank, bin) in idle.into_iter().zip(first..) {
+                    loads[rank] = bin_costs[bin].saturating_add(loads[rank]);
+                    ranks[rank].push(bin);
+                }
+            }
+            ranks
+        }
+    };
+    // LPT hands out the heaviest first, so each rank's micro-batches already run from heavy to light.
+    ranks.into_iter().flatten().map(|bin| std::mem::take(&mut bins[bin])).collect()
+}
+
+/// Equal counts: micro-batches and ranks hold the same number of samples, within one.
+fn by_count(costs: &[Cost], shape: &Shape, per_rank: usize) -> Vec<Vec<usize>> {
+    let dp_size = shape.dp_size;
+    let slots = dp_size * per_rank;
+    let (base, extra) = (costs.len() / slots, costs.len() % slots);
+    let count = |rank: usize, micro_batch: usize| base + usize::from(micro_batch * dp_size + rank < extra);
+    let pick = |members: &[usize], limits: &[usize]| -> Vec<Vec<usize>> {
+        let member_costs: Vec<_> = members.iter().map(|s| costs[*s]).collect();
+        let parts = lpt(&member_costs, limits).into_iter();
+        parts.map(|part| part.into_iter().map(|i| members[i]).collect()).collect()
+    };
+    let order = heaviest_first(costs);
+    let mut schedule = vec![Vec::new(); slots];
+    match shape.sync {
+        Sync::Step => {
+            let limits = |rank: usize| (0..per_rank).map(move |k| count(rank, k));
+            let totals: Vec<_> = (0..dp_size).map(|rank| limits(rank).sum()).collect();
+            for (rank, members) in pick(&order, &totals).into_iter().enumerate() {
+                let parts = pick(&members, &limits(rank).collect::<Vec<_>>());
+                for (k, part) in parts.into_iter().enumerate() {
+                    schedule[rank * per_rank + k] = part;
+                }
+            }
+        }
+        Sync::MicroBatch => {
+            let mut rest = order.as_slice();
+            for k in 0..per_rank {
+                let limits: Vec<_> = (0..dp_size).map(|rank| count(rank, k)).collect();
+                let (now, later) = rest.split_at(limits.iter().sum());
+                rest = later;
+                for (rank, part) in pick(now, &limits).into_iter().enumerate() {
+                    schedule[rank * per_rank + k] = part;
+                }
+            }
+        }
+    }
+    schedule
+}

@@ -1,0 +1,257 @@
+//! The one check of input. `summarize` stops at the first fault, `inspect` collects all, `pack` asks again for each
+//! row that it reads.
+
+use std::ops::Range;
+
+use arrow_array::Array;
+use arrow_array::ArrowNativeTypeOp;
+use arrow_array::cast::AsArray;
+
+use crate::Error;
+use crate::columns::{List, Samples, show, with_numbers};
+
+/// Collects faults up to a limit.
+#[derive(Debug)]
+pub struct Faults {
+    limit: usize,
+    pub found: Vec<Error>,
+}
+
+impl Faults {
+    pub fn new(limit: usize) -> Self {
+        Self { limit, found: Vec::new() }
+    }
+
+    pub fn push(&mut self, fault: Error) {
+        // A column that is missing or mistyped is so in every batch: once is enough.
+        let again = matches!(fault, Error::Schema { .. }) && self.found.contains(&fault);
+        if !self.is_full() && !again {
+            self.found.push(fault);
+        }
+    }
+
+    pub fn is_full(&self) -> bool {
+        self.found.len() >= self.limit
+    }
+
+    /// The value, or a fault and nothing.
+    pub fn keep<T>(&mut self, result: crate::Result<T>) -> Option<T> {
+        result.map_err(|fault| self.push(fault)).ok()
+    }
+}
+
+/// A sample that was found to be in order.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Row {
+    /// Where its tokens lie among the values of the tokens column.
+    pub tokens: Range<usize>,
+    /// Where its mask lies among the values of the mask column; without a mask every response token is trained.
+    pub mask: Option<Range<usize>>,
+    pub response: usize,
+    pub mask_sum: i64,
+}
+
+impl Row {
+    pub fn total(&self) -> usize {
+        self.tokens.len()
+    }
+
+    pub fn prompt(&self) -> usize {
+        self.total() - self.response
+    }
+}
+
+impl Samples {
+    /// Checks row `i` of this batch. Everything that is wrong with it becomes a fault.
+    pub fn check(&self, i: usize, faults: &mut Faults) -> Option<Row> {
+        let row = self.first_row + i as i64;
+        let before = faults.found.len();
+        let group = self.group.iter().filter(|g| self.key.iter().all(|k| k.name != g.name));
+        for ids in self.key.iter().chain(group) {
+            if ids.values.is_null(i) {
+                faults.push(Error::data(
+                    &ids.name,
+                    row,
+                    "is null, and an id cannot be made up; fill it or drop the row",
+                ));
+            }
+        }
+        let tokens = list_at(&self.tokens, i, row, faults);
+        if tokens.as_ref().is_some_and(Range::is_empty) {
+            faults.push(Error::data(&self.tokens.name, row, "the sequence is empty; drop the row"));
+        }
+        let mask = self.loss_mask.as_ref().map(|m| list_at(m, i, row, faults));
+        let stated = match &self.response_length {
+            None => None,
+            Some(lengths) if lengths.is_null(i) => {
+                faults.push(Error::data(&lengths.name, row, "is null"));
+                return None;
+            }
+            Some(lengths) => Some(lengths.value(i)),
+        };
+        let tokens = tokens?;
+        let mask = match mask {
+            Some(None) => return None,
+            Some(Some(range)) => Some(range),
+            None => None,
+        };
+        let response = self.response(i, row, &tokens, mask.as_ref(), stated, faults);
+        let sum = match (&self.loss_mask, &mask) {
+            (Some(list), Some(range)) => mask_sum(list, range, row, faults),
+            _ => response.map(|n| n as i64),
+        };
+        let (response, mask_sum) = (response?, sum?);
+        if response == tokens.len() && response > 0 && self.first_is_trained(mask.as_ref()) {
+            let (name, fix) = match &self.loss_mask {
+                Some(list) => (list.name.as_str(), "set the first mask value to 0"),
+                None => (self.response_name(), "give a loss_mask whose first value is 0"),
+            };
+            faults.push(Error::data(
+                name,
+                row,
+                format!(
+                    "the token at position 0 of the sequence is trained, but no logit predicts it; {fix}"
+                ),
+            ));
+        }
+        (faults.found.len() == before).then_some(Row { tokens, mask, response, mask_sum })
+    }
+
+    fn response_name(&self) -> &str {
+        self.response_length.as_ref().map_or("response_length", |l| &l.name)
+    }
+
+    /// The number of response tokens. `stated`: what `response_length` says.
+    fn response(
+        &self,
+        i: usize,
+        row: i64,
+        tokens: &Range<usize>,
+        mask: Option<&Range<usize>>,
+        stated: Option<i64>,
+        faults: &mut Faults,
+    ) -> Option<usize> {
+        let total = tokens.len();
+        let Some(stated) = stated else {
+            let mask = mask?;
+            if mask.len() <= total {
+                return Some(mask.len());
+            }
+            let name = self.loss_mask.as_ref().map_or("loss_mask", |m| &m.name);
+            faults.push(Error::data(
+                name,
+                row,
+                format!("the mask has {} values, and the whole sequence only {total} tokens", mask.len()),
+            ));
+            return None;
+        };
+        let Some(response) = usize::try_from(stated).ok().filter(|n| *n <= total) else {
+            let shown = self.response_length.as_ref().map_or_else(String::new, |l| l.show(i));
+            let wrong = if stated < 0 {
+                "is negative".to_owned()
+            } else {
+                format!("is larger than the sequence, which has {total} tokens")
+            };
+            faults.push(Error::data(self.response_name(), row, format!("{shown} {wrong}")));
+            return None;
+        };
+        if let (Some(list), Some(mask)) = (&self.loss_mask, mask)
+            && mask.len() != response
+        {
+            let found = mask.len();
+            let name = self.response_name();
+            let why = if found == total {
+                format!(
+                    ": it covers prompt and response. That is legal where {name} is left out: pass \
+                     columns={{\"response_length\": None}}, or cut the mask to the response"
+                )
+            } else {
+                "; they have to be equal".to_owned()
+            };
+            faults.push(Error::data(
+                &list.name,
+                row,
+                format!("the mask has {found} values and {name} is {response}{why}"),
+            ));
+            return None;
+        }
+        Some(response)
+    }
+
+    fn first_is_trained(&self, mask: Option<&Range<usize>>) -> bool {
+        match (&self.loss_mask, mask) {
+            (Some(list), Some(range)) => {
+                let values = &list.values;
+                with_numbers!(values, v => is_one(v[range.start]), b => b.value(range.start))
+            }
+            _ => true,
+        }
+    }
+}
+
+/// Written with `==`, which a float's total order is not: -0.0 is a 0.
+#[allow(clippy::float_cmp)] // a mask holds exactly 0 and 1
+pub fn is_one<N: ArrowNativeTypeOp>(x: N) -> bool {
+    x == N::ONE
+}
+
+fn list_at(list: &List, i: usize, row: i64, faults: &mut Faults) -> Option<Range<usize>> {
+    if list.is_null(i) {
+        faults.push(Error::data(&list.name, row, "is null"));
+        return None;
+    }
+    let range = list.range(i);
+    if let Some(position) = list.null_within(&range) {
+        faults.push(Error::data(&list.name, row, format!("the value at position {position} is null")));
+        return None;
+    }
+    Some(range)
+}
+
+/// The sum of a mask, or a fault where a value is neither 0 nor 1.
+fn mask_sum(list: &List, range: &Range<usize>, row: i64, faults: &mut Faults) -> Option<i64> {
+    let values = &list.values;
+    let (sum, valid) = with_numbers!(
+        values,
+        v => count_ones(&v[range.clone()]),
+        b => (b.slice(range.start, range.len()).count_set_bits() as i64, true)
+    );
+    if valid {
+        return Some(sum);
+    }
+    let wrong = with_numbers!(
+        values,
+        v => v[range.clone()].iter().position(|x| !is_bit(*x)),
+        _b => None
+    )?;
+    faults.push(Error::data(
+        &list.name,
+        row,
+        format!(
+            "the value at position {wrong} is {}, and a mask holds only 0 and 1",
+            show(values, range.start + wrong)
+        ),
+    ));
+    None
+}
+
+fn is_bit<N: ArrowNativeTypeOp>(x: N) -> bool {
+    x == N::ZERO || is_one(x)
+}
+
+/// How many values are 1, and whether the others are 0. Counts in bytes, 255 at a time, which vectorises.
+fn count_ones<N: ArrowNativeTypeOp>(values: &[N]) -> (i64, bool) {
+    let mut sum = 0i64;
+    let mut valid = true;
+    for chunk in values.chunks(255) {
+        let mut ones = 0u8;
+        let mut bits = 0u8;
+        for &x in chunk {
+            ones += u8::from(is_one(x));
+            bits += u8::from(is_bit(x));
+        }
+        sum += i64::from(ones);
+        valid &= usize::from(bits) == chunk.len();
+    }
+    (sum, valid)
+}

@@ -1,0 +1,616 @@
+//! Reading columns: which one plays which role, and Arrow arrays from outside made safe to index.
+//!
+//! Types are never compared by equality (child names, nullability and metadata vary between producers). What is common
+//! is read in place; what is rare goes through arrow's own cast kernels.
+
+use std::ops::Range;
+use std::sync::Arc;
+
+use arrow_array::cast::AsArray;
+use arrow_array::types::Int64Type;
+use arrow_array::{Array, ArrayRef, Int64Array, RecordBatch};
+use arrow_buffer::{NullBuffer, OffsetBuffer};
+use arrow_cast::display::array_value_to_string;
+use arrow_schema::{ArrowError, DataType, Field, Schema};
+
+use crate::check::Faults;
+use crate::{Error, Result};
+
+/// The parts that a column can play. `columns` maps these to the names in the data.
+pub const ROLES: [&str; 5] = ["tokens", "response_length", "loss_mask", "rollout_id", "group_index"];
+
+/// What to read from the data, and under which names.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Request {
+    /// Role → name in the data; `None`: this column is to be taken as absent.
+    pub columns: Vec<(String, Option<String>)>,
+    /// The columns (roles or names) that tell rollouts apart together; none: each row is a rollout.
+    pub rollout_key: Vec<String>,
+    /// Whether `group_index` is read.
+    pub groups: bool,
+    /// Columns to carry along: a number per response token.
+    pub token_columns: Vec<String>,
+    /// Columns to carry along: a number per sample.
+    pub sample_columns: Vec<String>,
+}
+
+/// How the caller named a column.
+enum Named<'a> {
+    /// By `columns`, or as part of a key: it has to be there.
+    Stated(&'a str),
+    /// Not at all: the role's own name is looked for.
+    Default(&'a str),
+    /// `columns={role: None}`.
+    Absent,
+}
+
+impl Request {
+    /// Refuses roles that do not exist, before any data is read.
+    pub fn validate(&self) -> Result<()> {
+        for (role, _) in &self.columns {
+            if !ROLES.contains(&role.as_str()) {
+                return Err(Error::schema(
+                    role,
+                    format!("columns= maps roles to names, and the roles are {}", ROLES.join(", ")),
+                ));
+            }
+        }
+        for (i, part) in self.rollout_key.iter().enumerate() {
+            if self.rollout_key[..i].contains(part) {
+                return Err(Error::schema(part, "is named twice in rollout_key"));
+            }
+        }
+        Ok(())
+    }
+
+    fn named<'a>(&'a self, role: &'a str) -> Named<'a> {
+        match self.columns.iter().find(|(r, _)| r == role) {
+            Some((_, Some(name))) => Named::Stated(name),
+            Some((_, None)) => Named::Absent,
+            None => Named::Default(role),
+        }
+    }
+
+    /// The name in the data of the column that plays `role`.
+    pub fn name<'a>(&'a self, role: &'a str) -> &'a str {
+        match self.named(role) {
+            Named::Stated(name) | Named::Default(name) => name,
+            Named::Absent => role,
+        }
+    }
+}
+
+/// The columns of one record batch that are read, typed and validated.
+#[derive(Debug, Clone)]
+pub struct Samples {
+    /// The number, in the whole input, of this batch's row 0.
+    pub first_row: i64,
+    pub num_rows: usize,
+    pub tokens: List,
+    pub response_length: Option<Lengths>,
+    pub loss_mask: Option<List>,
+    /// The rollout key, a column each part; none: each row is a rollout.
+    pub key: Vec<Ids>,
+    pub group: Option<Ids>,
+    pub token_columns: Vec<List>,
+    pub sample_columns: Vec<Scalars>,
+}
+
+impl Samples {
+    /// Types and validates the columns that `request` names. Each bad column is a fault, and is then left out;
+    /// without tokens, or without both mask and response length, there is nothing to go on with.
+    pub fn import(
+        batch: &RecordBatch,
+        request: &Request,
+        first_row: i64,
+        faults: &mut Faults,
+    ) -> Option<Self> {
+        let schema = batch.schema();
+        let reader = Reader { batch, schema: &schema, request };
+        let tokens =
+            faults.keep(reader.role("tokens", true).and_then(|c| {
+                c.map(|(name, array)| List::import(name, array, &Element::Integer)).transpose()
+            }));
+        let response_length = faults.keep(
+            reader
+                .role("response_length", false)
+                .and_then(|c| c.map(|(name, array)| Lengths::import(name, array)).transpose()),
+        );
+        let loss_mask = faults.keep(
+            reader
+                .role("loss_mask", false)
+                .and_then(|c| c.map(|(name, array)| List::import(name, array, &Element::Mask)).transpose()),
+        );
+        if matches!((&response_length, &loss_mask), (Some(None), Some(None))) {
+            faults.push(Error::schema(
+                request.name("loss_mask"),
+                format!(
+                    "neither this column nor '{}' is there, and one of them is needed to tell the response from the \
+                     prompt; {}",
+                    request.name("response_length"),
+                    reader.others("loss_mask")
+                ),
+            ));
+        }
+        let mut key = Vec::new();
+        for part in &request.rollout_key {
+            let optional = request.rollout_key.len() == 1 && part == "rollout_id";
+            let ids = reader
+                .role(part, !optional)
+                .and_then(|c| c.map(|(name, array)| Ids::import(name, array, first_row)).transpose());
+            key.extend(faults.keep(ids).flatten());
+        }
+        let group = if request.groups {
+            faults
+                .keep(
+                    reader
+                        .role("group_index", true)
+                        .and_then(|c| c.map(|(name, array)| Ids::import(name, array, first_row)).transpose()),
+                )
+                .flatten()
+        } else {
+            None
+        };
+        let mut token_columns = Vec::new();
+        for name in &request.token_columns {
+            let list = reader.column(name).and_then(|a| List::import(name, a, &Element::Number));
+            token_columns.extend(faults.keep(list));
+        }
+        let mut sample_columns = Vec::new();
+        for name in &request.sample_columns {
+            let scalars = reader.column(name).and_then(|a| Scalars::import(name, a));
+            sample_columns.extend(faults.keep(scalars));
+        }
+        let (response_length, loss_mask) = (response_length.flatten(), loss_mask.flatten());
+        if response_length.is_none() && loss_mask.is_none() {
+            return None;
+        }
+        Some(Self {
+            first_row,
+            num_rows: batch.num_rows(),
+            tokens: tokens.flatten()?,
+            response_length,
+            loss_mask,
+            key,
+            group,
+            token_columns,
+            sample_columns,
+        })
+    }
+}
+
+impl Samples {
+    /// Reads all batches of a source that rows are then taken from.
+    pub fn read(
+        batches: impl Iterator<Item = std::result::Result<RecordBatch, ArrowError>>,
+        request: &Request,
+    ) -> Result<Vec<Self>> {
+        request.validate()?;
+        let mut read = Vec::new();
+        let mut first_row = 0;
+        for batch in batches {
+            let batch = batch.map_err(|e| Error::reading(&e))?;
+            let mut faults = Faults::new(1);
+            match Self::import(&batch, request, first_row, &mut faults) {
+                Some(samples) if faults.found.is_empty() => read.push(samples),
+                _ => {
+                    return Err(faults
+                        .found
+                        .pop()
+                        .unwrap_or_else(|| Error::Input("no columns to read".to_owned())));
+                }
+            }
+            first_row += batch.num_rows() as i64;
+        }
+        Ok(read)
+    }
+
+    /// The names of the columns that are read, which have to be the same in every part of the data.
+    pub fn names(&self) -> Vec<String> {
+        let lists = [Some(&self.tokens), self.loss_mask.as_ref()].into_iter().flatten();
+        let lengths = self.response_length.iter().map(|c| c.name.clone());
+        let ids = self.key.iter().chain(&self.group).map(|c| c.name.clone());
+        lists.map(|c| c.name.clone()).chain(lengths).chain(ids).collect()
+    }
+}
+
+/// Finds columns in one batch.
+struct Reader<'a> {
+    batch: &'a RecordBatch,
+    schema: &'a Schema,
+    request: &'a Request,
+}
+
+impl<'a> Reader<'a> {
+    fn role(&self, role: &'a str, required: bool) -> Result<Option<(&'a str, &'a ArrayRef)>> {
+        let (name, required) = match self.request.named(role) {
+            Named::Absent if required => {
+                return Err(Error::schema(role, "is needed here, and columns= says that it is absent"));
+            }
+            Named::Absent => return Ok(None),
+            Named::Stated(name) => (name, true),
+            Named::Default(name) => (name, required),
+        };
+        match self.index(name)? {
+            Some(i) => Ok(Some((name, self.batch.column(i)))),
+            None if required => Err(Error::schema(name, format!("is missing; {}", self.others(role)))),
+            None => match self.twin(name) {
+                // Taking a mask under another spelling as no mask would train on everything, without a word.
+                Some(twin) => Err(Error::schema(
+                    name,
+                    format!(
+                        "is missing, but there is '{twin}'; pass columns={{\"{role}\": \"{twin}\"}} to read that, or \
+                         columns={{\"{role}\": None}} to do without"
+                    ),
+                )),
+                None => Ok(None),
+            },
+        }
+    }
+
+    fn column(&self, name: &str) -> Result<&'a ArrayRef> {
+        match self.index(name)? {
+            Some(i) => Ok(self.batch.column(i)),
+            None => Err(Error::schema(name, format!("is missing; the columns are {}", self.names()))),
+        }
+    }
+
+    fn index(&self, name: &str) -> Result<Option<usize>> {
+        let mut places = (0..self.schema.fields().len()).filter(|&i| self.schema.field(i).name() == name);
+        let first = places.next();
+        match places.next() {
+            None => Ok(first),
+            Some(_) => Err(Error::schema(name, "there are two columns of this name; rename one")),
+        }
+    }
+
+    /// A column whose name differs only in case, in separators or by a plural.
+    fn twin(&self, name: &str) -> Option<&'a str> {
+        fn plain(name: &str) -> String {
+            let letters = name.chars().filter(|c| c.is_alphanumeric());
+            letters.flat_map(char::to_lowercase).collect::<String>().trim_end_matches('s').to_owned()
+        }
+        let wanted = plain(name);
+        let taken = |other: &str| ROLES.iter().any(|r| self.request.name(r) == other);
+        let mut names = self.schema.fields().iter().map(|f| f.name().as_str());
+        names.find(|other| !taken(other) && plain(other) == wanted)
+    }
+
+    /// What a caller may have meant by `role`, and how to say so.
+    fn others(&self, role: &str) -> String {
+        let name = self.request.name(role);
+        let names = self.schema.fields().iter().map(|f| f.name().as_str());
+        let near = names
+            .map(|other| (strsim::normalized_damerau_levenshtein(name, other), other))
+            .filter(|(score, _)| *score >= 0.6)
+            .max_by(|a, b| a.0.total_cmp(&b.0));
+        let hint = match near {
+            Some((_, other)) => format!("did you mean '{other}'? "),
+            None => String::new(),
+        };
+        let example = near.map_or("its name", |(_, other)| other);
+        format!(
+            "{hint}If it has another name, pass columns={{\"{role}\": \"{example}\"}}; the columns are {}",
+            self.names()
+        )
+    }
+
+    fn names(&self) -> String {
+        let names: Vec<_> = self.schema.fields().iter().map(|f| format!("'{}'", f.name())).collect();
+        if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+    }
+}
+
+/// The C data interface carries no guarantee: offsets, lengths, null counts and UTF-8 are checked before use.
+fn validated(name: &str, array: &ArrayRef) -> Result<()> {
+    array
+        .to_data()
+        .validate_full()
+        .map_err(|e| Error::schema(name, format!("the Arrow data is corrupt: {e}")))
+}
+
+fn cast(name: &str, array: &ArrayRef, to: &DataType) -> Result<ArrayRef> {
+    arrow_cast::cast(array, to).map_err(|e| {
+        Error::schema(name, format!("has type {}, which cannot be read as {to}: {e}", array.data_type()))
+    })
+}
+
+/// The value at `i` as a message shows it.
+pub fn show(array: &dyn Array, i: usize) -> String {
+    let text = array_value_to_string(array, i).unwrap_or_else(|_| "?".to_owned());
+    match array.data_type() {
+        DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => format!("'{text}'"),
+        _ => text,
+    }
+}
+
+/// Runs `$body` with `$values` as the typed slice of an integer array; any other array goes to `$other`.
+macro_rules! with_integers {
+    ($array:expr, $values:ident => $body:expr, _ => $other:expr) => {{
+        use arrow_array::types as t;
+        use arrow_schema::DataType as D;
+        macro_rules! integer {
+            ($T:ty) => {{
+                let $values: &[_] = $array.as_primitive::<$T>().values();
+                $body
+            }};
+        }
+        match $array.data_type() {
+            D::Int8 => integer!(t::Int8Type),
+            D::Int16 => integer!(t::Int16Type),
+            D::Int32 => integer!(t::Int32Type),
+            D::Int64 => integer!(t::Int64Type),
+            D::UInt8 => integer!(t::UInt8Type),
+            D::UInt16 => integer!(t::UInt16Type),
+            D::UInt32 => integer!(t::UInt32Type),
+            D::UInt64 => integer!(t::UInt64Type),
+            _ => $other,
+        }
+    }};
+}
+pub(crate) use with_integers;
+
+/// Runs `$body` with `$values` as the typed slice of a numeric array; a boolean array's bits go to `$bool`.
+macro_rules! with_numbers {
+    ($array:expr, $values:ident => $body:expr, $bools:ident => $bool:expr) => {
+        $crate::columns::with_integers!($array, $values => $body, _ => {
+            macro_rules! float {
+                ($T:ty) => {{
+                    let $values: &[_] = $array.as_primitive::<$T>().values();
+                    $body
+                }};
+            }
+            match $array.data_type() {
+                D::Float16 => float!(t::Float16Type),
+                D::Float32 => float!(t::Float32Type),
+                D::Float64 => float!(t::Float64Type),
+                _ => {
+                    let $bools = $array.as_boolean().values();
+                    $bool
+                }
+            }
+        })
+    };
+}
+pub(crate) use with_numbers;
+
+/// What the elements of a list may be.
+pub enum Element {
+    Integer,
+    /// Integers, floats or booleans that have to be 0 or 1.
+    Mask,
+    Number,
+}
+
+impl Element {
+    fn accepts(&self, t: &DataType) -> bool {
+        match self {
+            Self::Integer => t.is_integer(),
+            Self::Mask | Self::Number => t.is_integer() || t.is_floating() || *t == DataType::Boolean,
+        }
+    }
+
+    fn wanted(&self) -> &'static str {
+        match self {
+            Self::Integer => "a list of integers",
+            Self::Mask => "a list of 0 and 1 (integers, booleans or floats)",
+            Self::Number => "a list of numbers, as long as the response",
+        }
+    }
+}
+
+/// A list column: where each row's values lie in one flat array.
+#[derive(Debug, Clone)]
+pub struct List {
+    pub name: String,
+    offsets: Offsets,
+    nulls: Option<NullBuffer>,
+    pub values: ArrayRef,
+}
+
+#[derive(Debug, Clone)]
+enum Offsets {
+    Small(OffsetBuffer<i32>),
+    Large(OffsetBuffer<i64>),
+}
+
+impl List {
+    fn import(name: &str, array: &ArrayRef, element: &Element) -> Result<Self> {
+        let child = match array.data_type() {
+            DataType::List(f)
+            | DataType::LargeList(f)
+            | DataType::ListView(f)
+            | DataType::LargeListView(f)
+            | DataType::FixedSizeList(f, _) => f.data_type().clone(),
+            _ => DataType::Null,
+        };
+        // A list of nothing but empty lists has no element type.
+        let empty = child == DataType::Null && !matches!(array.data_type(), DataType::Null) && is_list(array);
+        if !is_list(array) || !(empty || element.accepts(&child)) {
+            let found = array.data_type();
+            return Err(Error::schema(
+                name,
+                format!("has type {found}, and it has to be {}", element.wanted()),
+            ));
+        }
+        validated(name, array)?;
+        let read_in_place = matches!(array.data_type(), DataType::List(_) | DataType::LargeList(_)) && !empty;
+        let array = if read_in_place {
+            Arc::clone(array)
+        } else {
+            let child = if empty { DataType::Int32 } else { child };
+            let field = Arc::new(Field::new_list_field(child, true));
+            cast(name, array, &DataType::LargeList(field))?
+        };
+        Ok(if let Some(list) = array.as_list_opt::<i32>() {
+            Self {
+                name: name.to_owned(),
+                offsets: Offsets::Small(list.offsets().clone()),
+                nulls: list.nulls().cloned(),
+                values: Arc::clone(list.values()),
+            }
+        } else {
+            let list = array.as_list::<i64>();
+            Self {
+                name: name.to_owned(),
+                offsets: Offsets::Large(list.offsets().clone()),
+                nulls: list.nulls().cloned(),
+                values: Arc::clone(list.values()),
+            }
+        })
+    }
+
+    pub fn is_null(&self, i: usize) -> bool {
+        self.nulls.as_ref().is_some_and(|n| n.is_null(i))
+    }
+
+    /// Where row `i`'s values lie in `values`.
+    pub fn range(&self, i: usize) -> Range<usize> {
+        match &self.offsets {
+            Offsets::Small(o) => o[i] as usize..o[i + 1] as usize,
+            Offsets::Large(o) => o[i] as usize..o[i + 1] as usize,
+        }
+    }
+
+    /// The first null in a range of values, counted from its start.
+    pub fn null_within(&self, range: &Range<usize>) -> Option<usize> {
+        let nulls = self.values.nulls().filter(|n| n.null_count() > 0)?;
+        range.clone().position(|j| nulls.is_null(j))
+    }
+}
+
+fn is_list(array: &ArrayRef) -> bool {
+    matches!(
+        array.data_type(),
+        DataType::List(_)
+            | DataType::LargeList(_)
+            | DataType::ListView(_)
+            | DataType::LargeListView(_)
+            | DataType::FixedSizeList(_, _)
+    )
+}
+
+/// An integer column of lengths. What does not fit an int64 stays visible in `original`.
+#[derive(Debug, Clone)]
+pub struct Lengths {
+    pub name: String,
+    values: Int64Array,
+    original: ArrayRef,
+}
+
+impl Lengths {
+    fn import(name: &str, array: &ArrayRef) -> Result<Self> {
+        let found = array.data_type();
+        if !found.is_integer() && *found != DataType::Null {
+            let why = if found.is_floating() {
+                ": pandas makes floats of integers with gaps; fill the gaps and cast the column to int64"
+            } else {
+                ""
+            };
+            return Err(Error::schema(name, format!("has type {found}, and it has to be an integer{why}")));
+        }
+        validated(name, array)?;
+        Ok(Self {
+            name: name.to_owned(),
+            values: cast(name, array, &DataType::Int64)?.as_primitive::<Int64Type>().clone(),
+            original: Arc::clone(array),
+        })
+    }
+
+    pub fn is_null(&self, i: usize) -> bool {
+        self.original.is_null(i) || *self.original.data_type() == DataType::Null
+    }
+
+    /// The value, or the largest int64 where it is larger than that.
+    pub fn value(&self, i: usize) -> i64 {
+        if self.values.is_valid(i) { self.values.value(i) } else { i64::MAX }
+    }
+
+    pub fn show(&self, i: usize) -> String {
+        show(&self.original, i)
+    }
+}
+
+/// A column of ids: integers, strings or binary.
+#[derive(Debug, Clone)]
+pub struct Ids {
+    pub name: String,
+    pub values: ArrayRef,
+}
+
+impl Ids {
+    pub fn import(name: &str, array: &ArrayRef, first_row: i64) -> Result<Self> {
+        use DataType as D;
+        let values = match array.data_type() {
+            t if t.is_integer() => Arc::clone(array),
+            D::Utf8 | D::LargeUtf8 | D::Binary | D::LargeBinary | D::FixedSizeBinary(_) => Arc::clone(array),
+            D::Utf8View => cast(name, array, &D::LargeUtf8)?,
+            D::BinaryView => cast(name, array, &D::LargeBinary)?,
+            D::Dictionary(_, values) => {
+                validated(name, array)?;
+                return Self::import(name, &cast(name, array, values)?, first_row);
+            }
+            D::RunEndEncoded(_, values) => {
+                validated(name, array)?;
+                return Self::import(name, &cast(name, array, values.data_type())?, first_row);
+            }
+            D::Null if array.is_empty() => Arc::clone(array),
+            D::Null => {
+                return Err(Error::data(
+                    name,
+                    first_row,
+                    "is null, as is every value of this column; an id cannot be made up",
+                ));
+            }
+            found if found.is_floating() => {
+                return Err(Error::schema(
+                    name,
+                    format!(
+                        "has type {found}, and ids are integers, strings or binary: a float cannot tell large ids apart. \
+                         pandas makes floats of integers with gaps; fill the gaps and cast the column to int64"
+                    ),
+                ));
+            }
+            found => {
+                return Err(Error::schema(
+                    name,
+                    format!(
+                        "has type {found}, and ids are integers, strings or binary; cast it to one of these"
+                    ),
+                ));
+            }
+        };
+        validated(name, &values)?;
+        Ok(Self { name: name.to_owned(), values })
+    }
+}
+
+/// A number per sample that is carried along.
+#[derive(Debug, Clone)]
+pub struct Scalars {
+    pub name: String,
+    pub values: ArrayRef,
+}
+
+impl Scalars {
+    fn import(name: &str, array: &ArrayRef) -> Result<Self> {
+        let found = array.data_type();
+        let null = *found == DataType::Null;
+        if !(found.is_integer() || found.is_floating() || null || *found == DataType::Boolean) {
+            return Err(Error::schema(
+                name,
+                format!(
+                    "has type {found}, and a sample column has to be a number; look other things up by MicroBatch.rows"
+                ),
+            ));
+        }
+        validated(name, array)?;
+        let values = if null { cast(name, array, &DataType::Float32)? } else { Arc::clone(array) };
+        Ok(Self { name: name.to_owned(), values })
+    }
+
+    /// Whether it travels as float32, like token columns. Integers and booleans travel as float64, which holds them.
+    pub fn is_float(&self) -> bool {
+        self.values.data_type().is_floating()
+    }
+}

@@ -1,0 +1,22 @@
+//! The core of rollpack: Arrow → [`summarize`](summary::summarize) → [`plan`](plan::plan) → [`pack`](pack::pack).
+//!
+//! It knows nothing of Python. Each rule has one home: reading and typing columns in [`columns`], checking rows in
+//! [`check`], ids in [`ids`], the meaning of every mode in [`weights`], optimizer steps in [`steps`], the budget in
+//! [`bins`], balance over ranks in [`balance`], cost in [`cost`], padding and context parallelism in [`cut`].
+#![forbid(unsafe_code)]
+
+pub mod balance;
+pub mod bins;
+pub mod check;
+pub mod columns;
+pub mod cost;
+pub mod cut;
+pub mod error;
+pub mod ids;
+pub mod pack;
+pub mod plan;
+pub mod steps;
+pub mod summary;
+pub mod weights;
+
+pub use error::{Error, Result};

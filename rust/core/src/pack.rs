@@ -1,0 +1,421 @@
+//! From planned rows to contiguous arrays: one micro-batch, on one context-parallel rank, into buffers of the caller.
+
+use std::ops::Range;
+
+use arrow_array::Array;
+use arrow_array::ArrowNativeTypeOp;
+use arrow_array::cast::AsArray;
+use num_traits::AsPrimitive;
+
+use crate::check::{Faults, Row, is_one};
+use crate::columns::{List, Samples, Scalars, show, with_integers, with_numbers};
+use crate::cut::Cut;
+use crate::{Error, Result};
+
+/// Stands where a position is not trained.
+pub const IGNORED: i32 = -100;
+
+/// Batches that rows are taken from.
+#[derive(Debug, Clone, Default)]
+pub struct Rows {
+    batches: Vec<Samples>,
+}
+
+impl Rows {
+    pub fn new(batches: Vec<Samples>) -> Self {
+        Self { batches }
+    }
+
+    pub fn num_rows(&self) -> i64 {
+        self.batches.last().map_or(0, |b| b.first_row + b.num_rows as i64)
+    }
+
+    /// The batch that holds an input row, and where in it.
+    fn locate(&self, row: i64) -> Option<(&Samples, usize)> {
+        let after = self.batches.partition_point(|b| b.first_row <= row);
+        let batch = self.batches.get(after.checked_sub(1)?)?;
+        let i = usize::try_from(row - batch.first_row).ok()?;
+        (i < batch.num_rows).then_some((batch, i))
+    }
+
+    /// Which sample columns travel as float32 (the others as float64), in the order of the request.
+    pub fn float_columns(&self) -> Vec<bool> {
+        let columns = self.batches.first().map_or(&[][..], |b| &b.sample_columns);
+        columns.iter().map(Scalars::is_float).collect()
+    }
+
+    /// How many values each buffer of [`Buffers`] holds, in its order.
+    pub fn buffer_lengths(&self, size: &Size) -> [usize; 4] {
+        let (samples, positions) = (size.samples, size.positions);
+        let token_columns = self.batches.first().map_or(0, |b| b.token_columns.len());
+        let floats = self.float_columns();
+        let singles = floats.iter().filter(|f| **f).count();
+        [
+            4 * positions + 2 * (samples + 1),
+            positions,
+            token_columns * positions + singles * samples,
+            (floats.len() - singles) * samples,
+        ]
+    }
+}
+
+/// The samples of one micro-batch as they were planned. None at all: a placeholder.
+#[derive(Debug, Clone, Copy)]
+pub struct Planned<'a> {
+    pub rows: &'a [i64],
+    pub total_lengths: &'a [i64],
+    pub response_lengths: &'a [i64],
+    pub mask_sums: &'a [i64],
+}
+
+/// How large a packed micro-batch is.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Size {
+    /// S, 1 for a placeholder.
+    pub samples: usize,
+    /// T, on one rank.
+    pub positions: usize,
+    /// The longest padded sequence.
+    pub max_seqlen: i64,
+    starts: Vec<i64>,
+}
+
+impl Planned<'_> {
+    pub fn size(&self, cut: &Cut) -> Size {
+        // A placeholder is one masked token.
+        let lengths = if self.rows.is_empty() { &[1] } else { self.total_lengths };
+        let starts = cut.starts(lengths);
+        let end = starts.last().copied().unwrap_or(0);
+        Size {
+            samples: lengths.len(),
+            positions: (end / cut.cp_size) as usize,
+            max_seqlen: starts.windows(2).map(|w| w[1] - w[0]).max().unwrap_or(0),
+            starts,
+        }
+    }
+}
+
+/// Where the packed arrays go, every element of which is written.
+///
+/// - `ints`: tokens, labels, `position_ids`, `segment_ids`, each T; `cu_seqlens`, `cu_seqlens_padded`, each S + 1
+/// - `mask`: T
+/// - `floats`: the token columns, each T, then the float sample columns, each S
+/// - `doubles`: the other sample columns, each S
+#[derive(Debug)]
+pub struct Buffers<'a> {
+    pub ints: &'a mut [i32],
+    pub mask: &'a mut [bool],
+    pub floats: &'a mut [f32],
+    pub doubles: &'a mut [f64],
+}
+
+/// Packs the micro-batch `planned` as rank `cp_rank` holds it.
+pub fn pack(
+    rows: &Rows,
+    planned: &Planned<'_>,
+    cut: &Cut,
+    cp_rank: i64,
+    size: &Size,
+    out: Buffers<'_>,
+) -> Result<()> {
+    let (samples, positions) = (size.samples, size.positions);
+    let Buffers { ints, mask, floats, doubles } = out;
+    let wanted = rows.buffer_lengths(size);
+    if [ints.len(), mask.len(), floats.len(), doubles.len()] != wanted {
+        return Err(Error::Input(format!("the buffers have to hold {wanted:?} values")));
+    }
+    let float_columns = rows.float_columns();
+    let singles = float_columns.iter().filter(|f| **f).count();
+    let (tokens, ints) = ints.split_at_mut(positions);
+    let (labels, ints) = ints.split_at_mut(positions);
+    let (position_ids, ints) = ints.split_at_mut(positions);
+    let (segment_ids, ints) = ints.split_at_mut(positions);
+    let (cu_seqlens, cu_seqlens_padded) = ints.split_at_mut(samples + 1);
+    let (carried, sample_floats) = floats.split_at_mut(wanted[2] - singles * samples);
+    let mut carried: Vec<&mut [f32]> = carried.chunks_mut(positions).collect();
+
+    cu_seqlens[0] = 0;
+    for (i, start) in size.starts.iter().enumerate() {
+        cu_seqlens_padded[i] = *start as i32;
+    }
+    let found = planned.checked(rows)?;
+    for (i, length) in planned.total_lengths.iter().enumerate() {
+        cu_seqlens[i + 1] = cu_seqlens[i] + *length as i32;
+    }
+    if found.is_empty() {
+        cu_seqlens[1] = 1;
+    }
+    let mut at = 0;
+    for (segment, run) in cut.runs(&size.starts, cp_rank) {
+        let here = at..at + (run.end - run.start) as usize;
+        at = here.end;
+        for (position, id) in (run.start as i32..).zip(&mut position_ids[here.clone()]) {
+            *id = position;
+        }
+        let run = run.start as usize..run.end as usize;
+        let mut part = Part {
+            tokens: &mut tokens[here.clone()],
+            labels: &mut labels[here.clone()],
+            mask: &mut mask[here.clone()],
+            segment_ids: &mut segment_ids[here.clone()],
+        };
+        match found.get(segment) {
+            None => part.placeholder(&run),
+            Some((batch, i, row)) => {
+                part.sequence(batch, *i, row, &run, segment as i32)?;
+                for (column, list) in carried.iter_mut().zip(&batch.token_columns) {
+                    carry(list, batch.first_row + *i as i64, *i, row, &run, &mut column[here.clone()])?;
+                }
+            }
+        }
+    }
+    let mut sample_floats = sample_floats.iter_mut();
+    let mut sample_doubles = doubles.iter_mut();
+    for (column, single) in float_columns.iter().enumerate() {
+        for segment in 0..samples {
+            let value = match found.get(segment) {
+                Some((batch, i, _)) => scalar(&batch.sample_columns[column], batch.first_row, *i, *single)?,
+                None => f64::NAN,
+            };
+            if *single {
+                sample_floats.next().into_iter().for_each(|to| *to = value as f32);
+            } else {
+                sample_doubles.next().into_iter().for_each(|to| *to = value);
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A planned row that was found: its batch, where in it, and what it holds.
+type Found<'a> = (&'a Samples, usize, Row);
+
+impl Planned<'_> {
+    /// The rows, each with the lengths and the mask sum that were planned.
+    fn checked<'a>(&self, rows: &'a Rows) -> Result<Vec<Found<'a>>> {
+        let mut found = Vec::with_capacity(self.rows.len());
+        for (n, row) in self.rows.iter().enumerate() {
+            let Some((batch, i)) = rows.locate(*row) else {
+                return Err(Error::Input(format!(
+                    "row {row} was planned, and the data now has {} rows: it is not the data that was planned (a reader \
+                     gives its rows only once: pass a table or a path)",
+                    rows.num_rows()
+                )));
+            };
+            let mut faults = Faults::new(1);
+            let Some(sample) = batch.check(i, &mut faults) else {
+                let fault = faults.found.pop();
+                return Err(fault.unwrap_or_else(|| Error::Input(format!("row {row} cannot be read"))));
+            };
+            let mask = batch.loss_mask.as_ref().map_or("loss_mask", |m| &m.name);
+            for (column, what, planned, now) in [
+                (batch.tokens.name.as_str(), "length", self.total_lengths[n], sample.total() as i64),
+                (mask, "response length", self.response_lengths[n], sample.response as i64),
+                (mask, "mask sum", self.mask_sums[n], sample.mask_sum),
+            ] {
+                if planned != now {
+                    return Err(Error::data(
+                        column,
+                        *row,
+                        format!(
+                            "the {what} is {now}, and {planned} was planned: plan again from the data as it is now"
+                        ),
+                    ));
+                }
+            }
+            found.push((batch, i, sample));
+        }
+        Ok(found)
+    }
+}
+
+/// The part of each array that one run fills.
+struct Part<'a> {
+    tokens: &'a mut [i32],
+    labels: &'a mut [i32],
+    mask: &'a mut [bool],
+    segment_ids: &'a mut [i32],
+}
+
+impl Part<'_> {
+    /// A dummy sequence of one untrained token 0.
+    fn placeholder(&mut self, run: &Range<usize>) {
+        self.tokens.fill(0);
+        self.labels.fill(IGNORED);
+        self.mask.fill(false);
+        self.segment_ids.fill(-1);
+        if run.contains(&0) {
+            self.segment_ids[0] = 0;
+        }
+    }
+
+    /// Positions `run` of a padded sequence.
+    fn sequence(
+        &mut self,
+        batch: &Samples,
+        i: usize,
+        row: &Row,
+        run: &Range<usize>,
+        segment: i32,
+    ) -> Result<()> {
+        let real = run.start.min(row.total())..run.end.min(row.total());
+        self.segment_ids[..real.len()].fill(segment);
+        self.segment_ids[real.len()..].fill(-1);
+
+        let aligned = Aligned::new(row, run);
+        self.mask[..aligned.to.start].fill(false);
+        self.mask[aligned.to.end..].fill(false);
+        let mask = &mut self.mask[aligned.to.clone()];
+        match (&batch.loss_mask, &row.mask) {
+            (Some(list), Some(range)) => {
+                let from = range.start + aligned.from.start..range.start + aligned.from.end;
+                let values = &list.values;
+                with_numbers!(values, v => copy_mask(&v[from], mask), bits => {
+                    for (to, bit) in mask.iter_mut().zip(&bits.slice(from.start, from.len())) {
+                        *to = bit;
+                    }
+                });
+            }
+            _ => mask.fill(true),
+        }
+
+        let first = row.tokens.start;
+        let next = first + row.prompt() + aligned.from.start..first + row.prompt() + aligned.from.end;
+        let here = first + real.start..first + real.end;
+        self.tokens[real.len()..].fill(0);
+        self.labels[..aligned.to.start].fill(IGNORED);
+        self.labels[aligned.to.end..].fill(IGNORED);
+        let (tokens, labels) = (&mut self.tokens[..real.len()], &mut self.labels[aligned.to]);
+        let values = &batch.tokens.values;
+        let wrong = with_integers!(
+            values,
+            v => copy_tokens(&v[here], tokens)
+                .map(|at| (real.start + at, "and tokens have to fit an int32"))
+                .or_else(|| copy_labels(&v[next], mask, labels).map(|at| {
+                    (row.prompt() + aligned.from.start + at, "and a trained token has to be from 0 to 2147483647")
+                })),
+            _ => None
+        );
+        match wrong {
+            None => Ok(()),
+            Some((at, why)) => Err(Error::data(
+                &batch.tokens.name,
+                batch.first_row + i as i64,
+                format!("the value at position {at} is {}, {why}", show(values, first + at)),
+            )),
+        }
+    }
+}
+
+/// What speaks of the token after a position: which positions of a run have a response token after them (`to`, within
+/// the run), and which response tokens these are (`from`, within the response).
+struct Aligned {
+    to: Range<usize>,
+    from: Range<usize>,
+}
+
+impl Aligned {
+    fn new(row: &Row, run: &Range<usize>) -> Self {
+        let (prompt, total) = (row.prompt(), row.total());
+        let start = run.start.max(prompt.saturating_sub(1));
+        let end = run.end.min(total - 1);
+        if start >= end {
+            return Self { to: 0..0, from: 0..0 };
+        }
+        Self { to: start - run.start..end - run.start, from: start + 1 - prompt..end + 1 - prompt }
+    }
+}
+
+fn copy_mask<N: ArrowNativeTypeOp>(from: &[N], to: &mut [bool]) {
+    for (to, x) in to.iter_mut().zip(from) {
+        *to = is_one(*x);
+    }
+}
+
+/// Returns where a token does not fit.
+fn copy_tokens<N: Copy + TryInto<i32>>(from: &[N], to: &mut [i32]) -> Option<usize> {
+    let mut fits = true;
+    for (to, x) in to.iter_mut().zip(from) {
+        let token = (*x).try_into();
+        fits &= token.is_ok();
+        *to = token.unwrap_or(0);
+    }
+    if fits { None } else { from.iter().position(|x| (*x).try_into().is_err()) }
+}
+
+/// Returns where a trained token is negative or does not fit: as a label it would be ignored without a word.
+fn copy_labels<N: Copy + TryInto<i32>>(from: &[N], mask: &[bool], to: &mut [i32]) -> Option<usize> {
+    let label = |x: N| x.try_into().unwrap_or(-1);
+    let mut least = 0;
+    for ((to, x), trained) in to.iter_mut().zip(from).zip(mask) {
+        let label = label(*x);
+        least = least.min(if *trained { label } else { 0 });
+        *to = if *trained { label } else { IGNORED };
+    }
+    if least >= 0 { None } else { from.iter().zip(mask).position(|(x, trained)| *trained && label(*x) < 0) }
+}
+
+/// Carries a token column: at each position the value of the token after it, 0 where that is no response token.
+fn carry(
+    list: &List,
+    row_number: i64,
+    i: usize,
+    row: &Row,
+    run: &Range<usize>,
+    to: &mut [f32],
+) -> Result<()> {
+    let fault = |message: String| Err(Error::data(&list.name, row_number, message));
+    let range = list.range(i);
+    if list.is_null(i) {
+        return fault("is null".to_owned());
+    }
+    if range.len() != row.response {
+        return fault(format!(
+            "the list has {} values and the response {} tokens",
+            range.len(),
+            row.response
+        ));
+    }
+    if let Some(position) = list.null_within(&range) {
+        return fault(format!("the value at position {position} is null"));
+    }
+    let aligned = Aligned::new(row, run);
+    to[..aligned.to.start].fill(0.0);
+    to[aligned.to.end..].fill(0.0);
+    let to = &mut to[aligned.to];
+    let from = range.start + aligned.from.start..range.start + aligned.from.end;
+    let values = &list.values;
+    with_numbers!(
+        values,
+        v => for (to, x) in to.iter_mut().zip(&v[from]) { *to = x.as_(); },
+        bits => for (to, bit) in to.iter_mut().zip(&bits.slice(from.start, from.len())) { *to = f32::from(u8::from(bit)); }
+    );
+    let exact = 16_777_216.0; // 2^24, up to which a float32 holds every integer
+    if values.data_type().is_integer() && to.iter().any(|x| x.abs() > exact) {
+        return fault(
+            "holds an integer that a float32 cannot; cast the column to float to have it rounded".to_owned(),
+        );
+    }
+    Ok(())
+}
+
+/// The value of a sample column, NaN for a null.
+fn scalar(column: &Scalars, first_row: i64, i: usize, single: bool) -> Result<f64> {
+    let values = &column.values;
+    if values.is_null(i) {
+        return Ok(f64::NAN);
+    }
+    let value: f64 = with_numbers!(values, v => v[i].as_(), bits => f64::from(u8::from(bits.value(i))));
+    let exact = if single { 16_777_216.0 } else { 9_007_199_254_740_992.0 }; // 2^24, 2^53
+    if values.data_type().is_integer() && value.abs() > exact {
+        return Err(Error::data(
+            &column.name,
+            first_row + i as i64,
+            format!(
+                "{} is an integer that a float cannot hold exactly; carry a smaller number",
+                show(values, i)
+            ),
+        ));
+    }
+    Ok(value)
+}

@@ -1,0 +1,385 @@
+//! Summary in, schedule out: steps, micro-batches, and the weight of every sample. Integers, but for the weights.
+
+use std::sync::Arc;
+
+use arrow_array::{ArrayRef, Float64Array, Int64Array, RecordBatch};
+use arrow_schema::{Field, Schema};
+
+use crate::balance::{Limit, Shape, Sync, schedule};
+use crate::columns::show;
+use crate::cost::{Cost, CostModel, total};
+use crate::cut::{Cut, MAX_TOKENS};
+use crate::error::plan_error;
+use crate::ids::{Grouping, NO_ID, Numbered};
+use crate::steps::{Remainder, StepSize, steps};
+use crate::summary::Summary;
+use crate::weights::{Mode, Totals, sample_weights};
+use crate::{Error, Result};
+
+/// What limits a micro-batch, as the caller says it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Budget {
+    /// Padded tokens on one GPU; a micro-batch holds this many on each of its cp ranks.
+    TokensPerGpu(i64),
+    Samples(i64),
+}
+
+/// The arguments of `rollpack.plan`.
+#[derive(Debug, Clone, Copy)]
+#[allow(clippy::struct_excessive_bools)] // each is a public argument with a name of its own
+pub struct Options {
+    pub mode: Mode,
+    pub divisor: Option<f64>,
+    /// Whether a rollout or group without a trained token counts in N and P.
+    pub count_empty: bool,
+    pub budget: Budget,
+    pub dp_size: i64,
+    pub cut: Cut,
+    pub step_size: StepSize,
+    pub remainder: Remainder,
+    /// Whether a sample over the budget is alone in its micro-batch instead of an error.
+    pub oversize_alone: bool,
+    pub placeholders: bool,
+    pub micro_batch_multiple: i64,
+    pub cost: CostModel,
+    pub sync: Sync,
+}
+
+/// The counts of one step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Step {
+    /// N: rollouts that count.
+    pub num_rollouts: i64,
+    /// P: prompt groups that count, where groups were read.
+    pub num_prompts: Option<i64>,
+    /// T: trained tokens.
+    pub num_tokens: i64,
+    /// K: micro-batches on each rank.
+    pub num_micro_batches: i64,
+}
+
+/// Where every sample goes. Placed samples are ordered by (step, `dp_rank`, `micro_batch`, position).
+#[derive(Debug, Clone, Default)]
+pub struct Plan {
+    pub steps: Vec<Step>,
+    /// Where each micro-batch begins among the placed samples, in the same order, and the end.
+    pub offsets: Vec<i64>,
+    pub row: Vec<i64>,
+    pub total_length: Vec<i64>,
+    pub response_length: Vec<i64>,
+    pub mask_sum: Vec<i64>,
+    pub rollout_mask_sum: Vec<i64>,
+    /// Under `prompt_mean` only.
+    pub prompt_mask_sum: Option<Vec<i64>>,
+    pub sample_weight: Vec<f64>,
+    pub dropped_rows: Vec<i64>,
+    pub oversize_rows: Vec<i64>,
+    /// True tokens over the tokens that the micro-batches have room for.
+    pub fill: f64,
+    /// What the slowest rank costs over what the mean rank costs: 1 is perfect.
+    pub imbalance: f64,
+}
+
+/// The shape of every step's schedule. Checks all arguments that can be checked without data.
+pub fn shape(options: &Options) -> Result<Shape> {
+    options.mode.check_divisor(options.divisor)?;
+    Ok(Shape {
+        dp_size: positive("dp_size", options.dp_size)?,
+        limit: match options.budget {
+            Budget::TokensPerGpu(budget) => Limit::Tokens(capacity(budget, options)?),
+            Budget::Samples(n) => Limit::Samples(positive("micro_batch_size", n)?),
+        },
+        multiple: positive("micro_batch_multiple", options.micro_batch_multiple)?,
+        placeholders: options.placeholders,
+        sync: options.sync,
+    })
+}
+
+/// Plans a summary.
+pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
+    let per_step = shape(options)?;
+    if options.mode == Mode::PromptMean && summary.group.is_none() {
+        return plan_error!(
+            "loss_aggregation 'prompt_mean' needs prompt groups, and this summary has none; summarize with groups=True"
+        );
+    }
+    let numbered = number(summary)?;
+    let describe = |sample: usize| match &summary.group {
+        Some(ids) => format!("group {}", show(&ids.values, sample)),
+        None => format!("the group of row {}", summary.row[sample]),
+    };
+    let cut_into = steps(
+        &numbered.rollouts,
+        numbered.groups.as_deref(),
+        options.step_size,
+        options.remainder,
+        options.mode == Mode::PromptMean,
+        describe,
+    )?;
+    let mut plan = Plan {
+        offsets: vec![0],
+        prompt_mask_sum: (options.mode == Mode::PromptMean).then(Vec::new),
+        dropped_rows: cut_into.dropped.iter().map(|s| summary.row[*s]).collect(),
+        ..Plan::default()
+    };
+    let sums = MaskSums::new(&numbered, &summary.mask_sum, &cut_into.dropped);
+    let mut waits = Waits::default();
+    for (index, samples) in cut_into.samples.iter().enumerate() {
+        plan.add_step(index, samples, summary, &numbered, &sums, options, &per_step, &mut waits)?;
+    }
+    plan.fill = waits.fill();
+    plan.imbalance = waits.imbalance();
+    Ok(plan)
+}
+
+fn positive(name: &str, value: i64) -> Result<usize> {
+    if (1..=MAX_TOKENS).contains(&value) {
+        Ok(value as usize)
+    } else {
+        plan_error!("{name} is {value}; it has to be from 1 to {MAX_TOKENS}")
+    }
+}
+
+/// What fits into a micro-batch, over all its cp ranks.
+fn capacity(max_tokens_per_gpu: i64, options: &Options) -> Result<i64> {
+    if max_tokens_per_gpu < 1 {
+        return plan_error!("max_tokens_per_gpu is {max_tokens_per_gpu}; it has to be at least 1");
+    }
+    let budget = max_tokens_per_gpu.saturating_mul(options.cut.cp_size);
+    let capacity = options.cut.capacity(budget);
+    let least = options.cut.padded_total(options.cut.padded(1));
+    if capacity < least && !options.oversize_alone {
+        return plan_error!(
+            "a budget of max_tokens_per_gpu {max_tokens_per_gpu} x cp_size {} does not hold one padded token, which takes \
+             {least}; raise max_tokens_per_gpu or lower the padding",
+            options.cut.cp_size
+        );
+    }
+    Ok(capacity)
+}
+
+fn number(summary: &Summary) -> Result<Numbered> {
+    let mut grouping = Grouping::default();
+    let numbered = grouping.number(&summary.key, summary.group.as_ref(), summary.len())?;
+    for (i, row) in summary.row.iter().enumerate() {
+        grouping.one_group(&numbered, i, *row, &summary.key, summary.group.as_ref())?;
+    }
+    let mut ids = numbered.rollouts.iter().chain(numbered.groups.iter().flatten());
+    if ids.any(|id| *id == NO_ID) {
+        return Err(Error::Input("the summary has null ids".to_owned()));
+    }
+    Ok(numbered)
+}
+
+/// Mask sums per rollout and per group, over all samples that are scheduled.
+struct MaskSums {
+    rollouts: Vec<i64>,
+    /// Of use where groups are whole, so under `prompt_mean`.
+    groups: Vec<i64>,
+}
+
+impl MaskSums {
+    fn new(numbered: &Numbered, mask_sums: &[i64], dropped: &[usize]) -> Self {
+        let sum = |units: &[usize]| {
+            let mut sums = vec![0; units.iter().max().map_or(0, |last| last + 1)];
+            for (unit, mask_sum) in units.iter().zip(mask_sums) {
+                sums[*unit] += mask_sum;
+            }
+            for sample in dropped {
+                sums[units[*sample]] -= mask_sums[*sample];
+            }
+            sums
+        };
+        Self {
+            rollouts: sum(&numbered.rollouts),
+            groups: numbered.groups.as_deref().map_or_else(Vec::new, sum),
+        }
+    }
+}
+
+/// How many different units the samples of a step belong to; those without a trained token in the step count where
+/// `count_empty` says so.
+fn units_of(samples: &[usize], units: &[usize], mask_sums: &[i64], count_empty: bool) -> i64 {
+    let mut seen: Vec<(usize, bool)> = samples.iter().map(|s| (units[*s], mask_sums[*s] > 0)).collect();
+    seen.sort_unstable_by_key(|(unit, trained)| (*unit, !trained));
+    seen.dedup_by_key(|(unit, _)| *unit);
+    seen.iter().filter(|(_, trained)| count_empty || *trained).count() as i64
+}
+
+impl Plan {
+    #[allow(clippy::too_many_arguments)] // one call, and each is a thing of its own
+    fn add_step(
+        &mut self,
+        index: usize,
+        samples: &[usize],
+        summary: &Summary,
+        numbered: &Numbered,
+        sums: &MaskSums,
+        options: &Options,
+        shape: &Shape,
+        waits: &mut Waits,
+    ) -> Result<()> {
+        let cut = &options.cut;
+        let lengths: Vec<i64> = samples.iter().map(|s| cut.padded(summary.total_length[*s])).collect();
+        if let Limit::Tokens(capacity) = shape.limit {
+            for (sample, padded) in samples.iter().zip(&lengths).filter(|(_, padded)| **padded > capacity) {
+                self.oversize(*sample, *padded, summary, options)?;
+            }
+        }
+        let costs: Vec<Cost> = lengths.iter().map(|s| options.cost.cost(*s)).collect();
+        let micro_batches = schedule(index, &lengths, &costs, shape)?;
+        waits.add(&micro_batches, samples, &lengths, &costs, summary, options, shape)?;
+
+        let count = |units: &[usize]| units_of(samples, units, &summary.mask_sum, options.count_empty);
+        let step = Step {
+            num_rollouts: count(&numbered.rollouts),
+            num_prompts: numbered.groups.as_deref().map(count),
+            num_tokens: samples.iter().map(|s| summary.mask_sum[*s]).sum(),
+            num_micro_batches: (micro_batches.len() / shape.dp_size) as i64,
+        };
+        self.steps.push(step);
+        let first = self.row.len();
+        for micro_batch in &micro_batches {
+            for sample in micro_batch.iter().map(|i| samples[*i]) {
+                self.row.push(summary.row[sample]);
+                self.total_length.push(summary.total_length[sample]);
+                self.response_length.push(summary.response_length[sample]);
+                self.mask_sum.push(summary.mask_sum[sample]);
+                self.rollout_mask_sum.push(sums.rollouts[numbered.rollouts[sample]]);
+                if let (Some(column), Some(groups)) = (&mut self.prompt_mask_sum, &numbered.groups) {
+                    column.push(sums.groups[groups[sample]]);
+                }
+            }
+            self.offsets.push(self.row.len() as i64);
+        }
+        self.sample_weight.extend(sample_weights(
+            options.mode,
+            self.row.len() - first,
+            Some(&self.rollout_mask_sum[first..]),
+            self.prompt_mask_sum.as_deref().map(|sums| &sums[first..]),
+            &Totals {
+                num_rollouts: Some(step.num_rollouts),
+                num_prompts: step.num_prompts,
+                num_tokens: Some(step.num_tokens),
+                divisor: options.divisor,
+            },
+        )?);
+        Ok(())
+    }
+
+    fn oversize(&mut self, sample: usize, padded: i64, summary: &Summary, options: &Options) -> Result<()> {
+        let (row, length) = (summary.row[sample], summary.total_length[sample]);
+        if options.oversize_alone {
+            self.oversize_rows.push(row);
+            return Ok(());
+        }
+        let Budget::TokensPerGpu(per_gpu) = options.budget else {
+            return Ok(());
+        };
+        let cp_size = options.cut.cp_size;
+        plan_error!(
+            "row {row} has {length} tokens ({} padded), and the budget is {} (max_tokens_per_gpu {per_gpu} x cp_size \
+             {cp_size}). Raise max_tokens_per_gpu, or pass oversize='alone' to give it a micro-batch of its own",
+            options.cut.padded_total(padded),
+            per_gpu.saturating_mul(cp_size)
+        )
+    }
+
+    /// One row a placed sample, and last its `response_length`, which packing checks.
+    pub fn to_batch(&self, dp_size: usize) -> Result<RecordBatch> {
+        let mut place: [Vec<i64>; 4] = Default::default();
+        let mut bounds = self.offsets.windows(2);
+        for (step, counts) in self.steps.iter().enumerate() {
+            for (rank, micro_batch) in
+                (0..dp_size as i64).flat_map(|r| (0..counts.num_micro_batches).map(move |m| (r, m)))
+            {
+                let Some(&[from, to]) = bounds.next() else { continue };
+                for position in 0..to - from {
+                    for (column, value) in place.iter_mut().zip([step as i64, rank, micro_batch, position]) {
+                        column.push(value);
+                    }
+                }
+            }
+        }
+        let integers = |values: &[i64]| -> ArrayRef { Arc::new(Int64Array::from(values.to_vec())) };
+        let [step, rank, micro_batch, position] = &place;
+        let mut columns = vec![
+            ("step", integers(step)),
+            ("dp_rank", integers(rank)),
+            ("micro_batch", integers(micro_batch)),
+            ("position", integers(position)),
+            ("row", integers(&self.row)),
+            ("total_length", integers(&self.total_length)),
+            ("mask_sum", integers(&self.mask_sum)),
+            ("rollout_mask_sum", integers(&self.rollout_mask_sum)),
+        ];
+        columns.extend(self.prompt_mask_sum.as_deref().map(|sums| ("prompt_mask_sum", integers(sums))));
+        columns.push(("sample_weight", Arc::new(Float64Array::from(self.sample_weight.clone()))));
+        columns.push(("response_length", integers(&self.response_length)));
+        let fields: Vec<_> =
+            columns.iter().map(|(n, a)| Field::new(*n, a.data_type().clone(), false)).collect();
+        let arrays = columns.into_iter().map(|(_, array)| array).collect();
+        RecordBatch::try_new(Arc::new(Schema::new(fields)), arrays).map_err(|e| Error::Input(e.to_string()))
+    }
+}
+
+/// What the schedule leaves unused, over all steps.
+#[derive(Debug, Default)]
+struct Waits {
+    tokens: i64,
+    room: i64,
+    slowest: Cost,
+    all: Cost,
+    ranks: usize,
+}
+
+impl Waits {
+    #[allow(clippy::too_many_arguments)] // one call
+    fn add(
+        &mut self,
+        micro_batches: &[Vec<usize>],
+        samples: &[usize],
+        lengths: &[i64],
+        costs: &[Cost],
+        summary: &Summary,
+        options: &Options,
+        shape: &Shape,
+    ) -> Result<()> {
+        let padded: Vec<i64> = micro_batches
+            .iter()
+            .map(|m| options.cut.padded_total(m.iter().fold(0i64, |sum, s| sum.saturating_add(lengths[*s]))))
+            .collect();
+        let longest = padded.iter().copied().max().unwrap_or(0);
+        if longest > MAX_TOKENS {
+            return plan_error!(
+                "a micro-batch would have {longest} padded tokens, and positions are int32; make micro-batches smaller"
+            );
+        }
+        let budget = match shape.limit {
+            Limit::Tokens(capacity) => capacity,
+            Limit::Samples(_) => longest,
+        };
+        self.tokens += samples.iter().map(|s| summary.total_length[*s]).sum::<i64>();
+        self.room += padded.iter().map(|p| budget.max(*p)).sum::<i64>();
+        let loads: Vec<Cost> = micro_batches.iter().map(|m| total(m.iter().map(|s| costs[*s]))).collect();
+        let per_rank = loads.len() / shape.dp_size;
+        let slowest = match shape.sync {
+            Sync::Step => loads.chunks(per_rank).map(|rank| total(rank.iter().copied())).max().unwrap_or(0),
+            Sync::MicroBatch => {
+                total((0..per_rank).map(|k| loads[k..].iter().step_by(per_rank).copied().max().unwrap_or(0)))
+            }
+        };
+        self.slowest = self.slowest.saturating_add(slowest);
+        self.all = self.all.saturating_add(total(loads));
+        self.ranks = shape.dp_size;
+        Ok(())
+    }
+
+    fn fill(&self) -> f64 {
+        self.tokens as f64 / self.room as f64
+    }
+
+    fn imbalance(&self) -> f64 {
+        self.slowest as f64 * self.ranks as f64 / self.all as f64
+    }
+}

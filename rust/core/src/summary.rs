@@ -1,0 +1,185 @@
+//! One small row a sample: what planning needs to know of the data, without its tokens.
+
+use std::sync::Arc;
+
+use arrow_array::cast::AsArray;
+use arrow_array::types::Int64Type;
+use arrow_array::{Array, ArrayRef, Int64Array, RecordBatch};
+use arrow_schema::{ArrowError, Field, Schema};
+
+use crate::check::{Faults, Row};
+use crate::columns::{Ids, Request, Samples};
+use crate::ids::{Grouping, IdColumn};
+use crate::{Error, Result};
+
+/// The lengths, mask sums and ids of all samples, in input order.
+#[derive(Debug, Clone)]
+pub struct Summary {
+    pub row: Vec<i64>,
+    pub total_length: Vec<i64>,
+    pub response_length: Vec<i64>,
+    pub mask_sum: Vec<i64>,
+    /// The rollout key, a column each part; none: each row is a rollout.
+    pub key: Vec<Ids>,
+    pub group: Option<Ids>,
+}
+
+/// Reads batches once. What is wrong goes to `faults`: rows with a fault are left out, and reading stops where
+/// `faults` is full.
+pub fn summarize(
+    batches: impl Iterator<Item = std::result::Result<RecordBatch, ArrowError>>,
+    request: &Request,
+    faults: &mut Faults,
+) -> Result<Summary> {
+    request.validate()?;
+    let mut summary = Summary {
+        row: Vec::new(),
+        total_length: Vec::new(),
+        response_length: Vec::new(),
+        mask_sum: Vec::new(),
+        key: Vec::new(),
+        group: None,
+    };
+    let mut grouping = Grouping::default();
+    let mut read: Option<Vec<String>> = None;
+    let mut key: Vec<(String, IdColumn)> = Vec::new();
+    let mut group: Option<(String, IdColumn)> = None;
+    let mut first_row = 0;
+    for batch in batches {
+        let batch = batch.map_err(|e| Error::reading(&e))?;
+        let Some(samples) = Samples::import(&batch, request, first_row, faults).filter(|_| !faults.is_full())
+        else {
+            break;
+        };
+        match &read {
+            None => {
+                let column = |ids: &Ids| (ids.name.clone(), IdColumn::default());
+                key = samples.key.iter().map(column).collect();
+                group = samples.group.as_ref().map(column);
+                read = Some(samples.names());
+            }
+            Some(names) if *names != samples.names() => {
+                return Err(Error::Input(format!(
+                    "the parts of the data have different columns: {} first, {} from row {first_row} on; give them one schema",
+                    names.join(", "),
+                    samples.names().join(", ")
+                )));
+            }
+            Some(_) => {}
+        }
+        let numbered = grouping.number(&samples.key, samples.group.as_ref(), samples.num_rows)?;
+        let mut keep = Vec::with_capacity(samples.num_rows);
+        for i in 0..samples.num_rows {
+            let row = first_row + i as i64;
+            let one_group = grouping.one_group(&numbered, i, row, &samples.key, samples.group.as_ref());
+            let checked = samples.check(i, faults);
+            let kept = faults.keep(one_group).and(checked);
+            if faults.is_full() {
+                break;
+            }
+            keep.push(kept.is_some());
+            if let Some(kept) = kept {
+                summary.push(row, &kept);
+            }
+        }
+        if faults.is_full() {
+            break;
+        }
+        for ((_, column), ids) in
+            key.iter_mut().chain(&mut group).zip(samples.key.iter().chain(&samples.group))
+        {
+            column.push(ids, &keep)?;
+        }
+        first_row += samples.num_rows as i64;
+    }
+    if first_row == 0 && faults.found.is_empty() {
+        faults.push(Error::Input(
+            "the data has no rows (a reader that was read before has none left: pass a table or a path)"
+                .to_owned(),
+        ));
+    }
+    if !summary.is_empty() {
+        summary.key = key.into_iter().map(|(name, column)| column.finish(name)).collect::<Result<_>>()?;
+        summary.group = group.map(|(name, column)| column.finish(name)).transpose()?;
+    }
+    Ok(summary)
+}
+
+impl Summary {
+    fn push(&mut self, row: i64, sample: &Row) {
+        self.row.push(row);
+        self.total_length.push(sample.total() as i64);
+        self.response_length.push(sample.response as i64);
+        self.mask_sum.push(sample.mask_sum);
+    }
+
+    pub fn len(&self) -> usize {
+        self.row.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.row.is_empty()
+    }
+
+    /// The names that the key columns take in [`Self::to_batch`]: their roles' names, whatever the data calls them,
+    /// and `rollout_id` for a key of one part. Empty where each row is a rollout.
+    pub fn key_names(&self, request: &Request) -> Vec<String> {
+        match self.key.len() {
+            0 => Vec::new(),
+            1 => vec!["rollout_id".to_owned()],
+            _ => request.rollout_key.clone(),
+        }
+    }
+
+    /// As Arrow: `row, total_length, response_length, mask_sum`, the parts of the rollout key and `group_index`.
+    /// Where each row is a rollout, its `rollout_id` is its row.
+    pub fn to_batch(&self, names: &[String]) -> Result<RecordBatch> {
+        let integers = |name: &str, values: &[i64]| -> (String, ArrayRef) {
+            (name.to_owned(), Arc::new(Int64Array::from(values.to_vec())))
+        };
+        let mut columns = vec![
+            integers("row", &self.row),
+            integers("total_length", &self.total_length),
+            integers("response_length", &self.response_length),
+            integers("mask_sum", &self.mask_sum),
+        ];
+        if self.key.is_empty() {
+            columns.push(integers("rollout_id", &self.row));
+        }
+        for (name, ids) in names.iter().zip(&self.key) {
+            columns.push((name.clone(), Arc::clone(&ids.values)));
+        }
+        if let Some(ids) = self.group.as_ref().filter(|_| !names.iter().any(|n| n == "group_index")) {
+            columns.push(("group_index".to_owned(), Arc::clone(&ids.values)));
+        }
+        let fields: Vec<_> = columns
+            .iter()
+            .map(|(name, values)| Field::new(name, values.data_type().clone(), false))
+            .collect();
+        let arrays = columns.into_iter().map(|(_, values)| values).collect();
+        RecordBatch::try_new(Arc::new(Schema::new(fields)), arrays).map_err(|e| Error::Input(e.to_string()))
+    }
+
+    /// The inverse of [`Self::to_batch`]. `names` are the key columns in it.
+    pub fn from_batch(batch: &RecordBatch, names: &[String], groups: bool) -> Result<Self> {
+        let column = |name: &str| -> Result<&ArrayRef> {
+            batch.column_by_name(name).ok_or_else(|| Error::schema(name, "is missing from the summary"))
+        };
+        let integers = |name: &str| -> Result<Vec<i64>> {
+            let array = column(name)?;
+            match array.as_primitive_opt::<Int64Type>().filter(|a| a.null_count() == 0) {
+                Some(values) => Ok(values.values().to_vec()),
+                None => Err(Error::schema(name, "has to be int64 without nulls in a summary")),
+            }
+        };
+        let ids = |name: &str| Ids::import(name, column(name)?, 0);
+        Ok(Self {
+            row: integers("row")?,
+            total_length: integers("total_length")?,
+            response_length: integers("response_length")?,
+            mask_sum: integers("mask_sum")?,
+            key: names.iter().map(|n| ids(n)).collect::<Result<_>>()?,
+            group: if groups { Some(ids("group_index")?) } else { None },
+        })
+    }
+}

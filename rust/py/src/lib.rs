@@ -1,0 +1,361 @@
+//! The binding: takes Arrow in, releases the GIL, calls the core, hands numpy and Arrow out. It has no rule of its own.
+
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+
+use arrow_array::{RecordBatch, RecordBatchReader};
+use numpy::{PyArray1, PyReadonlyArray1, PyReadwriteArray1, ToPyArray};
+use pyo3::exceptions::PyRuntimeError;
+use pyo3::prelude::*;
+use pyo3_arrow::PyRecordBatch;
+use pyo3_arrow::input::AnyRecordBatch;
+use rollpack_core::balance::Sync;
+use rollpack_core::check::Faults;
+use rollpack_core::columns::{self, Samples};
+use rollpack_core::cost::CostModel;
+use rollpack_core::cut::{Cut, Layout};
+use rollpack_core::pack::{self, Buffers, Planned, Size};
+use rollpack_core::plan::{self, Budget, Options};
+use rollpack_core::steps::{Remainder, StepSize};
+use rollpack_core::summary::{self, Summary};
+use rollpack_core::weights::{self, Mode, Totals};
+use rollpack_core::{Error, Result};
+
+type Reader = Box<dyn RecordBatchReader + Send>;
+
+/// What a core error is in Python.
+fn raise(py: Python<'_>, error: &Error) -> PyErr {
+    let (class, column, row) = match error {
+        Error::Schema { column, .. } => ("SchemaError", Some(column), None),
+        Error::Data { column, row, .. } => ("DataError", Some(column), Some(*row)),
+        Error::Input(_) => ("DataError", None, None),
+        Error::Plan(_) => ("PlanError", None, None),
+    };
+    let make = || -> PyResult<PyErr> {
+        let class = py.import("rollpack._errors")?.getattr(class)?;
+        let exception = match error {
+            Error::Plan(_) => class.call1((error.to_string(),))?,
+            _ => class.call1((error.to_string(), column, row))?,
+        };
+        Ok(PyErr::from_value(exception))
+    };
+    make().unwrap_or_else(|e| e)
+}
+
+/// A panic is a defect of rollpack; it surfaces as an ordinary exception.
+fn guarded<T>(work: impl FnOnce() -> T) -> PyResult<T> {
+    catch_unwind(AssertUnwindSafe(work)).map_err(|panic| {
+        let text = panic.downcast_ref::<String>().cloned();
+        let text = text.or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()));
+        PyRuntimeError::new_err(format!(
+            "a defect in rollpack, please report it: {}",
+            text.unwrap_or_default()
+        ))
+    })
+}
+
+/// Runs the core without the GIL.
+fn released<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
+    py.detach(|| guarded(work))?.map_err(|e| raise(py, &e))
+}
+
+fn readers(data: &[Bound<'_, PyAny>]) -> PyResult<Vec<Reader>> {
+    guarded(|| data.iter().map(|d| d.extract::<AnyRecordBatch>()?.into_reader()).collect())?
+}
+
+/// What to read, as `rollpack._sources.Request` says it.
+#[derive(FromPyObject)]
+struct Request {
+    columns: BTreeMap<String, Option<String>>,
+    rollout_key: Vec<String>,
+    groups: bool,
+    token_columns: Vec<String>,
+    sample_columns: Vec<String>,
+}
+
+impl From<Request> for columns::Request {
+    fn from(r: Request) -> Self {
+        Self {
+            columns: r.columns.into_iter().collect(),
+            rollout_key: r.rollout_key,
+            groups: r.groups,
+            token_columns: r.token_columns,
+            sample_columns: r.sample_columns,
+        }
+    }
+}
+
+/// (kind, column, row, message)
+type Fault = (&'static str, Option<String>, Option<i64>, String);
+
+/// A summary, the names of its key columns, and at most `limit` faults.
+type Read = (RecordBatch, Vec<String>, Faults);
+
+fn read(py: Python<'_>, data: &[Bound<'_, PyAny>], request: Request, limit: usize) -> PyResult<Read> {
+    let readers = readers(data)?;
+    released(py, move || {
+        let request = columns::Request::from(request);
+        let mut faults = Faults::new(limit);
+        let summary = summary::summarize(readers.into_iter().flatten(), &request, &mut faults)?;
+        let key = summary.key_names(&request);
+        Ok((summary.to_batch(&key)?, key, faults))
+    })
+}
+
+/// The summary as a `pyarrow.RecordBatch` and the names of its key columns.
+#[pyfunction]
+fn summarize<'py>(
+    py: Python<'py>,
+    data: Vec<Bound<'py, PyAny>>,
+    request: Request,
+) -> PyResult<(Bound<'py, PyAny>, Vec<String>)> {
+    let (batch, key, mut faults) = read(py, &data, request, 1)?;
+    match faults.found.pop() {
+        Some(fault) => Err(raise(py, &fault)),
+        None => Ok((PyRecordBatch::new(batch).into_pyarrow(py)?, key)),
+    }
+}
+
+/// The summary of the rows in order, the names of its key columns, and all faults.
+#[pyfunction]
+fn inspect<'py>(
+    py: Python<'py>,
+    data: Vec<Bound<'py, PyAny>>,
+    request: Request,
+) -> PyResult<(Bound<'py, PyAny>, Vec<String>, Vec<Fault>)> {
+    let (batch, key, faults) = read(py, &data, request, usize::MAX)?;
+    let describe = |fault: Error| match fault {
+        Error::Schema { column, message } => ("schema", Some(column), None, message),
+        Error::Data { column, row, message } => ("data", Some(column), Some(row), message),
+        Error::Input(message) | Error::Plan(message) => ("input", None, None, message),
+    };
+    Ok((PyRecordBatch::new(batch).into_pyarrow(py)?, key, faults.found.into_iter().map(describe).collect()))
+}
+
+/// Paddings and the cut over cp ranks: (`cp_size`, `layout`, `pad_to_multiple_of`, `pad_micro_batch_to_multiple_of`).
+type CutArguments = (i64, String, i64, i64);
+
+fn cut(py: Python<'_>, arguments: &CutArguments) -> PyResult<Cut> {
+    let (cp_size, layout, sequence, micro_batch) = arguments;
+    let layout = Layout::parse(layout).map_err(|e| raise(py, &e))?;
+    Cut::new(*cp_size, layout, *sequence, *micro_batch).map_err(|e| raise(py, &e))
+}
+
+#[derive(FromPyObject)]
+struct PlanArguments {
+    loss_aggregation: String,
+    divisor: Option<f64>,
+    empty: String,
+    max_tokens_per_gpu: Option<i64>,
+    micro_batch_size: Option<i64>,
+    dp_size: i64,
+    global_batch_size: Option<i64>,
+    prompts_per_step: Option<i64>,
+    remainder: String,
+    oversize: String,
+    placeholders: bool,
+    micro_batch_multiple: i64,
+    cost: (u64, u64),
+    sync: String,
+}
+
+fn choice(name: &str, value: &str, no: &str, yes: &str) -> Result<bool> {
+    if value == yes || value == no {
+        return Ok(value == yes);
+    }
+    Err(Error::Plan(format!("{name} is '{value}'; it has to be {no} or {yes}")))
+}
+
+impl PlanArguments {
+    fn options(&self, cut: Cut) -> Result<Options> {
+        let size = |n: i64, name: &str| {
+            usize::try_from(n).map_err(|_| Error::Plan(format!("{name} is {n}; it has to be at least 1")))
+        };
+        Ok(Options {
+            mode: Mode::parse(&self.loss_aggregation)?,
+            divisor: self.divisor,
+            count_empty: !choice("empty", &self.empty, "count", "skip")?,
+            budget: match (self.max_tokens_per_gpu, self.micro_batch_size) {
+                (Some(tokens), None) => Budget::TokensPerGpu(tokens),
+                (None, Some(samples)) => Budget::Samples(samples),
+                _ => {
+                    return Err(Error::Plan(
+                        "pass exactly one of max_tokens_per_gpu and micro_batch_size".to_owned(),
+                    ));
+                }
+            },
+            dp_size: self.dp_size,
+            cut,
+            step_size: match (self.global_batch_size, self.prompts_per_step) {
+                (None, None) => StepSize::Whole,
+                (Some(n), None) => StepSize::Rollouts(size(n, "global_batch_size")?),
+                (None, Some(n)) => StepSize::Prompts(size(n, "prompts_per_step")?),
+                _ => {
+                    return Err(Error::Plan(
+                        "pass at most one of global_batch_size and prompts_per_step".to_owned(),
+                    ));
+                }
+            },
+            remainder: Remainder::parse(&self.remainder)?,
+            oversize_alone: choice("oversize", &self.oversize, "error", "alone")?,
+            placeholders: self.placeholders,
+            micro_batch_multiple: self.micro_batch_multiple,
+            cost: CostModel::new(self.cost.0, self.cost.1)?,
+            sync: Sync::parse(&self.sync)?,
+        })
+    }
+}
+
+/// What `rollpack.planning` wraps: arrays, counts and two ratios.
+#[pyclass(frozen, get_all)]
+struct Planning {
+    placements: Py<PyAny>,
+    offsets: Py<PyArray1<i64>>,
+    /// Per step: `num_rollouts`, `num_prompts` or None, `num_tokens`, `num_micro_batches`.
+    steps: Vec<(i64, Option<i64>, i64, i64)>,
+    dropped_rows: Py<PyArray1<i64>>,
+    oversize_rows: Py<PyArray1<i64>>,
+    fill: f64,
+    imbalance: f64,
+}
+
+/// The arguments of a plan, checked before any data is read.
+#[pyclass(frozen, name = "Options")]
+struct PlanOptions(Options);
+
+#[pymethods]
+impl PlanOptions {
+    #[new]
+    fn new(py: Python<'_>, arguments: PlanArguments, cut_arguments: CutArguments) -> PyResult<Self> {
+        let cut = cut(py, &cut_arguments)?;
+        let options = arguments.options(cut).and_then(|o| plan::shape(&o).map(|_| o));
+        options.map(Self).map_err(|e| raise(py, &e))
+    }
+}
+
+#[pyfunction(name = "plan")]
+fn make_plan(
+    py: Python<'_>,
+    summary: PyRecordBatch,
+    key: Vec<String>,
+    groups: bool,
+    options: &PlanOptions,
+) -> PyResult<Planning> {
+    let (plan, batch) = released(py, move || {
+        let plan = plan::plan(&Summary::from_batch(&summary.into_inner(), &key, groups)?, &options.0)?;
+        let batch = plan.to_batch(options.0.dp_size as usize)?;
+        Ok((plan, batch))
+    })?;
+    let counts = |s: &plan::Step| (s.num_rollouts, s.num_prompts, s.num_tokens, s.num_micro_batches);
+    Ok(Planning {
+        placements: PyRecordBatch::new(batch).into_pyarrow(py)?.unbind(),
+        offsets: plan.offsets.to_pyarray(py).unbind(),
+        steps: plan.steps.iter().map(counts).collect(),
+        dropped_rows: plan.dropped_rows.to_pyarray(py).unbind(),
+        oversize_rows: plan.oversize_rows.to_pyarray(py).unbind(),
+        fill: plan.fill,
+        imbalance: plan.imbalance,
+    })
+}
+
+/// Rows that micro-batches are packed from, held as Arrow.
+#[pyclass(frozen)]
+struct Rows(pack::Rows);
+
+/// The planned side of one micro-batch: rows, total lengths, response lengths, mask sums.
+type PlannedArrays<'py> = [PyReadonlyArray1<'py, i64>; 4];
+
+fn slices<'a>(arrays: &'a PlannedArrays<'_>) -> PyResult<Planned<'a>> {
+    let [rows, total, response, sums] = arrays;
+    Ok(Planned {
+        rows: rows.as_slice()?,
+        total_lengths: total.as_slice()?,
+        response_lengths: response.as_slice()?,
+        mask_sums: sums.as_slice()?,
+    })
+}
+
+#[pymethods]
+impl Rows {
+    #[new]
+    fn new(py: Python<'_>, data: Vec<Bound<'_, PyAny>>, request: Request) -> PyResult<Self> {
+        let readers = readers(&data)?;
+        released(py, move || {
+            Samples::read(readers.into_iter().flatten(), &request.into()).map(|b| Self(pack::Rows::new(b)))
+        })
+    }
+
+    #[getter]
+    fn num_rows(&self) -> i64 {
+        self.0.num_rows()
+    }
+
+    /// Which sample columns travel as float32.
+    #[getter]
+    fn float_columns(&self) -> Vec<bool> {
+        self.0.float_columns()
+    }
+
+    /// (S, T, `max_seqlen`, lengths of the four buffers) of a micro-batch.
+    fn size(
+        &self,
+        py: Python<'_>,
+        planned: PlannedArrays<'_>,
+        cut_arguments: CutArguments,
+    ) -> PyResult<(usize, usize, i64, [usize; 4])> {
+        let size: Size = slices(&planned)?.size(&cut(py, &cut_arguments)?);
+        Ok((size.samples, size.positions, size.max_seqlen, self.0.buffer_lengths(&size)))
+    }
+
+    /// Fills the four buffers.
+    #[allow(clippy::too_many_arguments)] // one a buffer
+    fn pack(
+        &self,
+        py: Python<'_>,
+        planned: PlannedArrays<'_>,
+        cut_arguments: CutArguments,
+        cp_rank: i64,
+        mut ints: PyReadwriteArray1<'_, i32>,
+        mut mask: PyReadwriteArray1<'_, bool>,
+        mut floats: PyReadwriteArray1<'_, f32>,
+        mut doubles: PyReadwriteArray1<'_, f64>,
+    ) -> PyResult<()> {
+        let cut = cut(py, &cut_arguments)?;
+        let planned = slices(&planned)?;
+        let out = Buffers {
+            ints: ints.as_slice_mut()?,
+            mask: mask.as_slice_mut()?,
+            floats: floats.as_slice_mut()?,
+            doubles: doubles.as_slice_mut()?,
+        };
+        released(py, move || pack::pack(&self.0, &planned, &cut, cp_rank, &planned.size(&cut), out))
+    }
+}
+
+#[pyfunction]
+#[allow(clippy::too_many_arguments)] // the public signature
+fn sample_weights<'py>(
+    py: Python<'py>,
+    loss_aggregation: &str,
+    num_samples: usize,
+    rollout_mask_sums: Option<PyReadonlyArray1<'py, i64>>,
+    prompt_mask_sums: Option<PyReadonlyArray1<'py, i64>>,
+    num_rollouts: Option<i64>,
+    num_prompts: Option<i64>,
+    num_tokens: Option<i64>,
+    divisor: Option<f64>,
+) -> PyResult<Bound<'py, PyArray1<f64>>> {
+    let rollouts = rollout_mask_sums.as_ref().map(PyReadonlyArray1::as_slice).transpose()?;
+    let prompts = prompt_mask_sums.as_ref().map(PyReadonlyArray1::as_slice).transpose()?;
+    let totals = Totals { num_rollouts, num_prompts, num_tokens, divisor };
+    Mode::parse(loss_aggregation)
+        .and_then(|mode| weights::sample_weights(mode, num_samples, rollouts, prompts, &totals))
+        .map(|w| w.to_pyarray(py))
+        .map_err(|e| raise(py, &e))
+}
+
+#[pymodule]
+mod _core {
+    #[pymodule_export]
+    use super::{PlanOptions, Planning, Rows, inspect, make_plan, sample_weights, summarize};
+}
