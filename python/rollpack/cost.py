@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import operator
+from typing import NamedTuple, SupportsIndex
 
 from rollpack._errors import PlanError
 
@@ -27,8 +28,16 @@ def cost_model(cost: str | CostModel) -> CostModel:
         if cost not in NAMED:
             raise PlanError(f"cost is {cost!r}; it has to be {', '.join(NAMED)} or a CostModel")
         return NAMED[cost]
-    model = CostModel(*cost)
-    for name, value in zip(model._fields, model, strict=True):
-        if not isinstance(value, int) or not 0 <= value < 2**64:
-            raise PlanError(f"{name} of the cost model is {value!r}; it has to be an integer of at least 0")
-    return model
+    linear, quadratic = (integer(name, value) for name, value in zip(CostModel._fields, CostModel(*cost), strict=True))
+    for name, value in (("linear", linear), ("quadratic", quadratic)):
+        if not 0 <= value < 2**64:
+            raise PlanError(f"{name} of the cost model is {value}; it has to be from 0 to 2**64 - 1")
+    return CostModel(linear, quadratic)
+
+
+def integer(name: str, value: SupportsIndex) -> int:
+    """An argument that has to be an integer, of Python's or of numpy's types."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise PlanError(f"{name} is {value!r}; it has to be an integer") from None

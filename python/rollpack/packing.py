@@ -164,8 +164,9 @@ class Packer:
     def _pack(self, plan: Plan, step: int, dp_rank: int, cp_rank: int, index: int) -> MicroBatch[npt.NDArray[Any]]:
         settings, counts, rows, request = plan.settings, plan.steps[step], self._rows, self._request
         at = plan._bounds(step, dp_rank, index)
-        row, total, response, mask_sum = (
-            plan._slice(column, at) for column in ("row", "total_length", "response_length", "mask_sum")
+        row, total, response, mask_sum, rollout_mask_sum = (
+            plan._slice(column, at).copy()
+            for column in ("row", "total_length", "response_length", "mask_sum", "rollout_mask_sum")
         )
         planned = (row, total, response, mask_sum)
         samples, positions, max_seqlen, lengths = rows.size(planned, settings.cut)
@@ -191,9 +192,9 @@ class Packer:
             cu_seqlens_padded=by_position[5],
             rows=dummy - 1 if is_placeholder else row,
             mask_sums=dummy if is_placeholder else mask_sum,
-            rollout_mask_sums=dummy if is_placeholder else plan._slice("rollout_mask_sum", at),
-            prompt_mask_sums=(dummy if is_placeholder else plan._slice("prompt_mask_sum", at)) if prompts else None,
-            sample_weights=np.zeros(1) if is_placeholder else plan._slice("sample_weight", at),
+            rollout_mask_sums=dummy if is_placeholder else rollout_mask_sum,
+            prompt_mask_sums=(dummy if is_placeholder else plan._slice("prompt_mask_sum", at).copy()) if prompts else None,
+            sample_weights=np.zeros(1) if is_placeholder else plan._slice("sample_weight", at).copy(),
             max_seqlen=max_seqlen,
             is_placeholder=is_placeholder,
             step=step,

@@ -18,10 +18,10 @@ import pyarrow as pa
 from rollpack import _core
 from rollpack._errors import DataError, PlanError
 from rollpack._files import write_whole
-from rollpack.cost import CostModel, cost_model
+from rollpack.cost import CostModel, cost_model, integer
 from rollpack.summary import Summary, summarize
 
-_METADATA = b"rollpack.plan"
+_METADATA, _ID = b"rollpack.plan", b"rollpack.plan_id"
 
 
 class Step(NamedTuple):
@@ -115,7 +115,7 @@ class Plan:
 
     def to_bytes(self) -> bytes:
         """The plan as one Arrow IPC file."""
-        batch = self._placements.replace_schema_metadata({_METADATA: self._describe()})
+        batch = self._placements.replace_schema_metadata({_METADATA: self._describe(), _ID: self.id})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
@@ -126,13 +126,19 @@ class Plan:
         """The inverse of :meth:`to_bytes`.
 
         Raises:
-            DataError: this is no plan.
+            DataError: this is no plan, or it was damaged.
         """
         try:
             reader = pa.ipc.open_file(pa.BufferReader(data))
-            return cls._from_description((reader.schema.metadata or {})[_METADATA], reader.get_batch(0))
-        except (pa.ArrowException, KeyError, TypeError, ValueError) as error:
-            raise DataError(f"this is no plan that rollpack saved: {error}") from error
+            metadata, batch = reader.schema.metadata or {}, reader.get_batch(0)
+            batch.validate(full=True)
+            plan = cls._from_description(metadata[_METADATA], batch)
+            intact = metadata[_ID].decode() == plan.id
+        except Exception as error:  # a damaged file fails in as many ways as it has bytes
+            raise DataError(f"this is no plan that rollpack saved: {type(error).__name__}: {error}") from error
+        if not intact:
+            raise DataError("this plan was damaged: its contents do not match its id")
+        return plan
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan as one Arrow IPC file, whole or not at all."""
@@ -156,7 +162,7 @@ class Plan:
         """A hash of the schedule and its settings: the same plan has the same id on every machine."""
         digest = hashlib.blake2b(self._describe(), digest_size=16)
         for column in self._placements.columns:
-            digest.update(np.ascontiguousarray(column.to_numpy()).view(np.uint8))
+            digest.update(np.ascontiguousarray(column.to_numpy()).data)
         return digest.hexdigest()
 
     def _describe(self) -> bytes:
@@ -305,23 +311,27 @@ def plan(
         PlanError: what cannot be met, and what would meet it.
         SchemaError, DataError: as for :func:`rollpack.summarize`.
     """
+    try:
+        divisor = None if divisor is None else float(divisor)
+    except (TypeError, ValueError):
+        raise PlanError(f"divisor is {divisor!r}; it has to be a number") from None
     settings = Settings(
         loss_aggregation=loss_aggregation,
-        divisor=None if divisor is None else float(divisor),
+        divisor=divisor,
         empty=empty,
-        max_tokens_per_gpu=max_tokens_per_gpu,
-        micro_batch_size=micro_batch_size,
-        dp_size=dp_size,
-        cp_size=cp_size,
+        max_tokens_per_gpu=_optional("max_tokens_per_gpu", max_tokens_per_gpu),
+        micro_batch_size=_optional("micro_batch_size", micro_batch_size),
+        dp_size=integer("dp_size", dp_size),
+        cp_size=integer("cp_size", cp_size),
         layout=layout,
-        global_batch_size=global_batch_size,
-        prompts_per_step=prompts_per_step,
+        global_batch_size=_optional("global_batch_size", global_batch_size),
+        prompts_per_step=_optional("prompts_per_step", prompts_per_step),
         remainder=remainder,
         oversize=oversize,
-        placeholders=placeholders,
-        micro_batch_multiple=micro_batch_multiple,
-        pad_to_multiple_of=pad_to_multiple_of,
-        pad_micro_batch_to_multiple_of=pad_micro_batch_to_multiple_of,
+        placeholders=bool(placeholders),
+        micro_batch_multiple=integer("micro_batch_multiple", micro_batch_multiple),
+        pad_to_multiple_of=integer("pad_to_multiple_of", pad_to_multiple_of),
+        pad_micro_batch_to_multiple_of=integer("pad_micro_batch_to_multiple_of", pad_micro_batch_to_multiple_of),
         cost=cost_model(cost),
         sync=sync,
     )
@@ -346,3 +356,7 @@ def plan(
         imbalance=planned.imbalance,
         _placements=planned.placements,
     )
+
+
+def _optional(name: str, value: int | None) -> int | None:
+    return None if value is None else integer(name, value)

@@ -87,16 +87,22 @@ pub fn schedule(step: usize, lengths: &[i64], costs: &[Cost], shape: &Shape) -> 
 }
 
 /// Longest processing time first: items, heaviest first, each to the lightest part that has room for one more.
-/// The limits add up to at least the number of items.
-pub fn lpt(costs: &[Cost], limits: &[usize]) -> Vec<Vec<usize>> {
+/// The limits add up to at least the number of items, if need be with one more in each of `extra` parts.
+pub fn lpt(costs: &[Cost], limits: &[usize], mut extra: usize) -> Vec<Vec<usize>> {
     let mut parts = vec![Vec::new(); limits.len()];
-    let open = (0..limits.len()).filter(|p| limits[*p] > 0);
-    let mut lightest: BinaryHeap<_> = open.map(|part| Reverse((0, part))).collect();
+    let mut lightest: BinaryHeap<_> = (0..limits.len()).map(|part| Reverse((0, part))).collect();
     for item in heaviest_first(costs) {
-        let Some(Reverse((load, part))) = lightest.pop() else { break };
-        parts[part].push(item);
-        if parts[part].len() < limits[part] {
+        while let Some(Reverse((load, part))) = lightest.pop() {
+            let taken = parts[part].len();
+            if taken >= limits[part] {
+                if extra == 0 || taken > limits[part] {
+                    continue; // it is full, and stays so
+                }
+                extra -= 1;
+            }
+            parts[part].push(item);
             lightest.push(Reverse((costs[item].saturating_add(load), part)));
+            break;
         }
     }
     parts
@@ -170,7 +176,7 @@ fn split(bins: Vec<Vec<usize>>, costs: &[Cost], slots: usize) -> Vec<Vec<usize>>
         let Some((_, Reverse(i))) = heaviest.pop() else { break };
         let members = std::mem::take(&mut bins[i]);
         let member_costs: Vec<_> = members.iter().map(|s| costs[*s]).collect();
-        for half in lpt(&member_costs, &[members.len() - 1; 2]) {
+        for half in lpt(&member_costs, &[members.len() - 1; 2], 0) {
             let half: Vec<usize> = half.into_iter().map(|i| members[i]).collect();
             if half.len() == 1 {
                 whole.push(half);
@@ -192,7 +198,7 @@ fn deal(mut bins: Vec<Vec<usize>>, costs: &[Cost], shape: &Shape, per_rank: usiz
     bins.resize_with(dp_size * per_rank, Vec::new);
     let bin_costs: Vec<_> = bins.iter().map(|bin| cost_of(bin, costs)).collect();
     let ranks = match shape.sync {
-        Sync::Step => lpt(&bin_costs, &vec![per_rank; dp_size]),
+        Sync::Step => lpt(&bin_costs, &vec![per_rank; dp_size], 0),
         Sync::MicroBatch => {
             // Neighbours in cost run at the same time; among them the heaviest goes to the rank that has done least.
             let mut ranks = vec![Vec::with_capacity(per_rank); dp_size];
@@ -216,37 +222,36 @@ fn deal(mut bins: Vec<Vec<usize>>, costs: &[Cost], shape: &Shape, per_rank: usiz
 fn by_count(costs: &[Cost], shape: &Shape, per_rank: usize) -> Vec<Vec<usize>> {
     let dp_size = shape.dp_size;
     let slots = dp_size * per_rank;
-    let (base, extra) = (costs.len() / slots, costs.len() % slots);
-    let count = |rank: usize, micro_batch: usize| base + usize::from(micro_batch * dp_size + rank < extra);
     let pick = |members: &[usize], limits: &[usize]| -> Vec<Vec<usize>> {
         let member_costs: Vec<_> = members.iter().map(|s| costs[*s]).collect();
-        let parts = lpt(&member_costs, limits).into_iter();
+        let extra = members.len().saturating_sub(limits.iter().sum());
+        let parts = lpt(&member_costs, limits, extra).into_iter();
         parts.map(|part| part.into_iter().map(|i| members[i]).collect()).collect()
     };
     let order = heaviest_first(costs);
-    let mut schedule = vec![Vec::new(); slots];
     match shape.sync {
         Sync::Step => {
-            let limits = |rank: usize| (0..per_rank).map(move |k| count(rank, k));
-            let totals: Vec<_> = (0..dp_size).map(|rank| limits(rank).sum()).collect();
-            for (rank, members) in pick(&order, &totals).into_iter().enumerate() {
-                let parts = pick(&members, &limits(rank).collect::<Vec<_>>());
-                for (k, part) in parts.into_iter().enumerate() {
-                    schedule[rank * per_rank + k] = part;
-                }
-            }
+            let ranks = pick(&order, &vec![order.len() / dp_size; dp_size]);
+            ranks
+                .iter()
+                .flat_map(|members| pick(members, &vec![members.len() / per_rank; per_rank]))
+                .collect()
         }
         Sync::MicroBatch => {
+            // Neighbours in cost run at the same time. The counts are dealt out first, so that ranks' counts are even.
+            let (base, extra) = (order.len() / slots, order.len() % slots);
+            let mut schedule = vec![Vec::new(); slots];
             let mut rest = order.as_slice();
             for k in 0..per_rank {
-                let limits: Vec<_> = (0..dp_size).map(|rank| count(rank, k)).collect();
+                let limits: Vec<_> =
+                    (0..dp_size).map(|rank| base + usize::from(k * dp_size + rank < extra)).collect();
                 let (now, later) = rest.split_at(limits.iter().sum());
                 rest = later;
                 for (rank, part) in pick(now, &limits).into_iter().enumerate() {
                     schedule[rank * per_rank + k] = part;
                 }
             }
+            schedule
         }
     }
-    schedule
 }

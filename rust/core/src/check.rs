@@ -117,7 +117,7 @@ impl Samples {
         (faults.found.len() == before).then_some(Row { tokens, mask, response, mask_sum })
     }
 
-    fn response_name(&self) -> &str {
+    pub(crate) fn response_name(&self) -> &str {
         self.response_length.as_ref().map_or("response_length", |l| &l.name)
     }
 

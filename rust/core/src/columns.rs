@@ -264,7 +264,7 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// A column whose name differs only in case, in separators or by a plural.
+    /// A column whose name differs only in case, in separators, by a plural or by one slip of the finger.
     fn twin(&self, name: &str) -> Option<&'a str> {
         fn plain(name: &str) -> String {
             let letters = name.chars().filter(|c| c.is_alphanumeric());
@@ -273,7 +273,7 @@ impl<'a> Reader<'a> {
         let wanted = plain(name);
         let taken = |other: &str| ROLES.iter().any(|r| self.request.name(r) == other);
         let mut names = self.schema.fields().iter().map(|f| f.name().as_str());
-        names.find(|other| !taken(other) && plain(other) == wanted)
+        names.find(|other| !taken(other) && strsim::damerau_levenshtein(&plain(other), &wanted) <= 1)
     }
 
     /// What a caller may have meant by `role`, and how to say so.

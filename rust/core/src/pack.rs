@@ -160,7 +160,12 @@ pub fn pack(
             segment_ids: &mut segment_ids[here.clone()],
         };
         match found.get(segment) {
-            None => part.placeholder(&run),
+            None => {
+                part.placeholder(&run);
+                for column in &mut carried {
+                    column[here.clone()].fill(0.0);
+                }
+            }
             Some((batch, i, row)) => {
                 part.sequence(batch, *i, row, &run, segment as i32)?;
                 for (column, list) in carried.iter_mut().zip(&batch.token_columns) {
@@ -207,7 +212,7 @@ impl Planned<'_> {
                 let fault = faults.found.pop();
                 return Err(fault.unwrap_or_else(|| Error::Input(format!("row {row} cannot be read"))));
             };
-            let mask = batch.loss_mask.as_ref().map_or("loss_mask", |m| &m.name);
+            let mask = batch.loss_mask.as_ref().map_or(batch.response_name(), |m| &m.name);
             for (column, what, planned, now) in [
                 (batch.tokens.name.as_str(), "length", self.total_lengths[n], sample.total() as i64),
                 (mask, "response length", self.response_lengths[n], sample.response as i64),
@@ -387,11 +392,12 @@ fn carry(
     let values = &list.values;
     with_numbers!(
         values,
-        v => for (to, x) in to.iter_mut().zip(&v[from]) { *to = x.as_(); },
+        v => for (to, x) in to.iter_mut().zip(&v[from.clone()]) { *to = x.as_(); },
         bits => for (to, bit) in to.iter_mut().zip(&bits.slice(from.start, from.len())) { *to = f32::from(u8::from(bit)); }
     );
-    let exact = 16_777_216.0; // 2^24, up to which a float32 holds every integer
-    if values.data_type().is_integer() && to.iter().any(|x| x.abs() > exact) {
+    // In float64: as float32 the first integer that is rounded looks like the last that is not.
+    let inexact = |x: f64| x.abs() > 16_777_216.0; // 2^24
+    if with_integers!(values, v => v[from].iter().any(|x| inexact(x.as_())), _ => false) {
         return fault(
             "holds an integer that a float32 cannot; cast the column to float to have it rounded".to_owned(),
         );
@@ -406,8 +412,9 @@ fn scalar(column: &Scalars, first_row: i64, i: usize, single: bool) -> Result<f6
         return Ok(f64::NAN);
     }
     let value: f64 = with_numbers!(values, v => v[i].as_(), bits => f64::from(u8::from(bits.value(i))));
-    let exact = if single { 16_777_216.0 } else { 9_007_199_254_740_992.0 }; // 2^24, 2^53
-    if values.data_type().is_integer() && value.abs() > exact {
+    let exact = if single { 1 << 24 } else { 1 << 53 };
+    let inexact = |x: i128| x.unsigned_abs() > exact;
+    if with_integers!(values, v => inexact(v[i].as_()), _ => false) {
         return Err(Error::data(
             &column.name,
             first_row + i as i64,

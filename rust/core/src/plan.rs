@@ -98,6 +98,9 @@ pub fn shape(options: &Options) -> Result<Shape> {
 /// Plans a summary.
 pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
     let per_step = shape(options)?;
+    if summary.is_empty() {
+        return Err(Error::Input("the summary has no rows: there is nothing to plan".to_owned()));
+    }
     if options.mode == Mode::PromptMean && summary.group.is_none() {
         return plan_error!(
             "loss_aggregation 'prompt_mean' needs prompt groups, and this summary has none; summarize with groups=True"

@@ -82,13 +82,14 @@ pub fn summarize(
                 summary.push(row, &kept);
             }
         }
-        if faults.is_full() {
-            break;
-        }
+        // Also where reading stops here: every row of the summary has its ids.
         for ((_, column), ids) in
             key.iter_mut().chain(&mut group).zip(samples.key.iter().chain(&samples.group))
         {
             column.push(ids, &keep)?;
+        }
+        if faults.is_full() {
+            break;
         }
         first_row += samples.num_rows as i64;
     }
@@ -103,6 +104,14 @@ pub fn summarize(
         summary.group = group.map(|(name, column)| column.finish(name)).transpose()?;
     }
     Ok(summary)
+}
+
+/// A part of a longer key, kept apart from the summary's own columns.
+fn key_name(part: &str) -> String {
+    match part {
+        "row" | "total_length" | "response_length" | "mask_sum" => format!("rollout_key.{part}"),
+        _ => part.to_owned(),
+    }
 }
 
 impl Summary {
@@ -127,7 +136,7 @@ impl Summary {
         match self.key.len() {
             0 => Vec::new(),
             1 => vec!["rollout_id".to_owned()],
-            _ => request.rollout_key.clone(),
+            _ => request.rollout_key.iter().map(|part| key_name(part)).collect(),
         }
     }
 

@@ -1,0 +1,7 @@
+"""``python -m rollpack``."""
+
+import sys
+
+from rollpack.cli import main
+
+sys.exit(main())

@@ -1,0 +1,51 @@
+"""Reading FILEs as one input, and saying in which of them something is wrong."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+
+import pyarrow as pa
+
+from rollpack._errors import DataError, SchemaError
+from rollpack._sources import Source, Watch, _paths
+
+
+class Input:
+    """Files that are read one after the other as one input.
+
+    Attributes:
+        paths: the files, globs expanded.
+        source: their rows, for whatever takes data.
+    """
+
+    def __init__(self, patterns: Sequence[str], progress: Callable[[int], object] | None = None) -> None:
+        self.paths: list[Path] = [path for pattern in patterns for path in _paths(pattern)]
+        self._watch = Watch(progress)
+        self.source = Source.of(self.paths).watched(self._watch)
+
+    @contextmanager
+    def located(self) -> Iterator[None]:
+        """Adds to an error about the data which file, and which row of it, it is about."""
+        try:
+            with self._watch.telling():
+                yield
+        except (DataError, SchemaError) as error:
+            where = self._where(error)
+            if str(error).startswith(where):  # it names the file already
+                raise
+            raise type(error)(f"{where}: {error}", error.column, error.row) from error
+        except (pa.ArrowException, OSError) as error:
+            if error is self._watch.failure:
+                raise DataError(f"{self.paths[self._watch.current]}: cannot be read: {error}") from error
+            raise
+
+    def _where(self, error: DataError | SchemaError) -> str:
+        if error.row is None or len(self.paths) == 1:
+            return str(self.paths[self._watch.current])
+        ends = list(accumulate(self._watch.rows))
+        part = min(bisect.bisect_right(ends, error.row), len(ends) - 1)
+        return f"{self.paths[part]}, row {error.row - (ends[part - 1] if part else 0)} there"

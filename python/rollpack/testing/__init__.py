@@ -1,0 +1,7 @@
+"""Cut a batch in many ways and hold losses and gradients against the plain float64 reference."""
+
+from rollpack.testing.cuts import Cut, cuts
+from rollpack.testing.rollouts import Rollouts, make_rollouts, token_losses
+from rollpack.testing.verify import TOLERANCES, Agreement, verify
+
+__all__ = ["TOLERANCES", "Agreement", "Cut", "Rollouts", "cuts", "make_rollouts", "token_losses", "verify"]

@@ -1,0 +1,173 @@
+"""Reduce one batch under many cuts, and measure how far losses and gradients are from float64."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rollpack import _reference
+from rollpack.packing import MicroBatch, Packer
+from rollpack.summary import summarize
+from rollpack.testing.cuts import Cut
+from rollpack.testing.rollouts import Rollouts, token_losses
+from rollpack.torch import LossReducer
+
+#: The largest deviation that counts as agreement.
+TOLERANCES = {torch.float32: 1e-6, torch.float64: 1e-12}
+
+#: Gives the part of the step loss of one micro-batch; the parts of all ranks are summed.
+Reduce = Callable[[torch.Tensor, MicroBatch[Any]], torch.Tensor]
+
+
+@dataclass
+class Agreement:
+    """How one mode compares with the reference over all cuts.
+
+    Attributes:
+        loss_aggregation: the mode.
+        reference: its step loss in float64.
+        loss: per dtype the largest |a - b| / Σ w|x| of the loss.
+        gradient: per dtype the largest max|g - g0| / max|g0| of the gradient with respect to the token losses.
+        worst: per dtype the cut of the largest of both.
+    """
+
+    loss_aggregation: str
+    reference: float
+    loss: dict[torch.dtype, float] = field(default_factory=dict)
+    gradient: dict[torch.dtype, float] = field(default_factory=dict)
+    worst: dict[torch.dtype, Cut] = field(default_factory=dict)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether all deviations are within :data:`TOLERANCES`. A NaN is not."""
+        return all(
+            deviation <= TOLERANCES[dtype]
+            for measure in (self.loss, self.gradient)
+            for dtype, deviation in measure.items()
+        )
+
+    def add(self, dtype: torch.dtype, cut: Cut, loss: float, gradient: float) -> None:
+        """Take in the deviations of one cut. A NaN stays."""
+        so_far = self.loss.get(dtype, 0.0), self.gradient.get(dtype, 0.0)
+        if not max(loss, gradient) < max(so_far):
+            self.worst[dtype] = cut
+        self.loss[dtype], self.gradient[dtype] = np.maximum(so_far, (loss, gradient)).tolist()
+
+
+def verify(
+    data: Any,
+    cuts: Iterable[Cut],
+    *,
+    modes: Sequence[str] = ("sample_mean", "prompt_mean", "token_mean", "constant"),
+    divisor: float = 1024.0,
+    empty: str = "count",
+    dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64),
+    columns: Mapping[str, str | None] | None = None,
+    rollout_key: str | Sequence[str] = "rollout_id",
+    reduce: Reduce | None = None,
+    progress: Callable[[int], object] | None = None,
+) -> list[Agreement]:
+    """Reduce a fixed pseudo-random token loss under every mode and cut, all ranks in this process.
+
+    Args:
+        data: rollouts, as for :func:`rollpack.summarize`, readable more than once.
+        cuts: the cuts, such as of :func:`rollpack.testing.cuts`.
+        modes: the modes; ``prompt_mean`` needs a group column.
+        divisor: L of ``constant``.
+        empty: as for :func:`rollpack.plan`.
+        dtypes: the dtypes of the token loss.
+        columns: as for :func:`rollpack.summarize`.
+        rollout_key: as for :func:`rollpack.summarize`.
+        reduce: what turns token losses into a micro-batch's part of the loss; rollpack's reducer if left out.
+        progress: called with 1 after each cut.
+
+    Returns:
+        One :class:`Agreement` a mode.
+    """
+    reduce = reduce or LossReducer(backend="none")
+    truth = _Truth(Rollouts.read(data, columns=columns, rollout_key=rollout_key), divisor, empty)
+    summary = summarize(data, groups="prompt_mean" in modes, columns=columns, rollout_key=rollout_key)
+    packer = Packer(data, summary.request.columns)
+    agreements = [Agreement(mode, truth.loss(mode)) for mode in modes]
+    for cut in cuts:
+        plans = [
+            cut.plan(summary, loss_aggregation=mode, divisor=divisor if mode == "constant" else None, empty=empty)
+            for mode in modes
+        ]
+        ranks = [(d, c) for d in range(cut.dp_size) for c in range(cut.cp_size)]
+        same = (zip(*(packer.rank(p, 0, d, c) for p in plans), strict=True) for d, c in ranks)
+        reduced = _reduce(itertools.chain.from_iterable(same), len(modes), truth, dtypes, reduce)
+        for agreement, per_dtype in zip(agreements, reduced, strict=True):
+            for dtype, (loss, gradient) in per_dtype.items():
+                agreement.add(dtype, cut, *truth.deviations(agreement.loss_aggregation, loss, gradient))
+        if progress is not None:
+            progress(1)
+    return agreements
+
+
+class _Truth:
+    """The token losses of all samples, and what the reference makes of them."""
+
+    def __init__(self, rollouts: Rollouts, divisor: float, empty: str) -> None:
+        self.rollouts = rollouts
+        self.starts = rollouts.starts
+        self.flat = token_losses(rollouts.lengths)
+        self._losses = rollouts.split(self.flat)
+        self._arguments: dict[str, Any] = {"divisor": divisor, "empty": empty}
+        self._gradients: dict[str, npt.NDArray[np.float64]] = {}
+
+    def loss(self, mode: str) -> float:
+        r = self.rollouts
+        return _reference.step_loss(mode, self._losses, r.masks, r.rollouts, r.groups, **self._arguments)
+
+    def gradient(self, mode: str) -> npt.NDArray[np.float64]:
+        if mode not in self._gradients:
+            r = self.rollouts
+            parts = _reference.step_gradient(mode, r.masks, r.rollouts, r.groups, **self._arguments)
+            self._gradients[mode] = np.concatenate(parts)
+        return self._gradients[mode]
+
+    def deviations(self, mode: str, loss: float, gradient: npt.NDArray[Any]) -> tuple[float, float]:
+        truth = self.gradient(mode)
+        scale, largest = float(np.abs(self.flat) @ truth), float(truth.max(initial=0.0))
+        off, worst = abs(loss - self.loss(mode)), float(np.abs(gradient - truth).max(initial=0.0))
+        return off / (scale or 1.0), worst / (largest or 1.0)
+
+
+def _reduce(
+    micro_batches: Iterable[tuple[MicroBatch[Any], ...]],
+    num_modes: int,
+    truth: _Truth,
+    dtypes: Sequence[torch.dtype],
+    reduce: Reduce,
+) -> list[dict[torch.dtype, tuple[float, npt.NDArray[np.float64]]]]:
+    """For each mode and dtype the summed loss, and the gradient with respect to each token's loss.
+
+    ``micro_batches`` holds one micro-batch a mode, of the same rows.
+    """
+    losses = [dict.fromkeys(dtypes, 0.0) for _ in range(num_modes)]
+    gradients = [{dtype: np.zeros(len(truth.flat)) for dtype in dtypes} for _ in range(num_modes)]
+    for same in micro_batches:
+        first = same[0]
+        # The loss at a position is that of the token after it. Where there is none, any number may stand: it is masked.
+        token = truth.starts[first.rows][first.segment_ids] + first.position_ids + 1
+        values = torch.from_numpy(truth.flat[np.minimum(token, len(truth.flat) - 1)])
+        trained = np.flatnonzero(first.loss_mask)
+        token = token[trained]
+        for dtype in dtypes:
+            for mode, micro_batch in enumerate(same):
+                token_loss = values.to(dtype, copy=True).requires_grad_()
+                loss = reduce(token_loss, micro_batch)
+                (grad,) = torch.autograd.grad(loss, token_loss)
+                losses[mode][dtype] += loss.item()
+                of_trained = grad.numpy()[trained]
+                gradients[mode][dtype][token] += of_trained
+                if grad.count_nonzero() != np.count_nonzero(of_trained):  # a masked position has no gradient at all
+                    losses[mode][dtype] = float("nan")
+    return [{d: (loss[d], gradient[d]) for d in dtypes} for loss, gradient in zip(losses, gradients, strict=True)]

@@ -1,0 +1,85 @@
+"""What a trainer does to gradients, and the factor on the loss that undoes it."""
+
+from __future__ import annotations
+
+from rollpack._errors import PlanError
+
+BACKENDS = ("none", "ddp", "fsdp", "accelerate", "deepspeed", "megatron", "megatron_legacy", "megatron_per_token")
+
+
+def gradient_factor(
+    backend: str,
+    *,
+    dp_size: int,
+    cp_size: int,
+    num_micro_batches: int,
+    num_tokens: int | None = None,
+    accumulation_steps: int | None = None,
+    own_accumulation_boundary: bool = False,
+) -> int:
+    """What each rank's partial sum is multiplied by, so that the trainer's gradient is that of the step loss.
+
+    ======================  ==============================================================  =======
+    backend                 what the trainer does                                           factor
+    ======================  ==============================================================  =======
+    ``none``                nothing (one process), or it sums over ranks                    1
+    ``ddp``, ``fsdp``       averages over the dp x cp group                                 D C
+    ``accelerate``          averages over ranks, divides the loss by its configured G       D C G
+    ``deepspeed``           the same                                                        D C G
+    ``megatron``            three values returned, count 1: averages over D C, divides by K K D C
+    ``megatron_legacy``     two values: as above, and the schedule multiplies by C          K D
+    ``megatron_per_token``  divides by the all-reduced token count, which is T              T
+    ======================  ==============================================================  =======
+
+    Args:
+        backend: one of the names above.
+        dp_size: D.
+        cp_size: C. Gradients have to be averaged over the dp x cp group: a group without cp would count cp twice.
+        num_micro_batches: K, of each rank in this step.
+        num_tokens: T of the step, for ``megatron_per_token``.
+        accumulation_steps: G, the ``gradient_accumulation_steps`` that Accelerate or DeepSpeed is configured with.
+        own_accumulation_boundary: says that you set the boundary of the optimizer step yourself, so that G may differ
+            from K.
+
+    Raises:
+        PlanError: an unknown backend, a missing or needless argument, or a G that differs from K.
+    """
+    sizes = {"dp_size": dp_size, "cp_size": cp_size, "num_micro_batches": num_micro_batches}
+    for name, size in sizes.items():
+        if size < 1:
+            raise PlanError(f"{name} is {size}; it has to be at least 1")
+    accumulates = backend in {"accelerate", "deepspeed"}
+    if not accumulates and (accumulation_steps is not None or own_accumulation_boundary):
+        raise PlanError(f"accumulation_steps= is for accelerate and deepspeed; backend {backend!r} takes none")
+    match backend:
+        case "none":
+            return 1
+        case "ddp" | "fsdp":
+            return dp_size * cp_size
+        case "accelerate" | "deepspeed":
+            steps = _accumulation(backend, accumulation_steps, num_micro_batches, own_accumulation_boundary)
+            return dp_size * cp_size * steps
+        case "megatron":
+            return num_micro_batches * dp_size * cp_size
+        case "megatron_legacy":
+            return num_micro_batches * dp_size
+        case "megatron_per_token":
+            if num_tokens is None:
+                raise PlanError("backend 'megatron_per_token' needs num_tokens, the trained tokens of the whole step")
+            return num_tokens
+        case _:
+            raise PlanError(f"backend is {backend!r}; it has to be one of {', '.join(BACKENDS)}")
+
+
+def _accumulation(backend: str, steps: int | None, num_micro_batches: int, own_boundary: bool) -> int:
+    if steps is None:
+        raise PlanError(f"backend {backend!r} needs accumulation_steps=, its configured gradient_accumulation_steps")
+    if steps < 1:
+        raise PlanError(f"accumulation_steps is {steps}; it has to be at least 1")
+    if steps != num_micro_batches and not own_boundary:
+        raise PlanError(
+            f"{backend} is configured with accumulation_steps {steps}, and this step has {num_micro_batches} micro-batches "
+            "on each rank, so its optimizer would not step at the end of it. Configure the same number, or set the "
+            "accumulation boundary yourself and pass own_accumulation_boundary=True"
+        )
+    return steps

@@ -1,0 +1,88 @@
+"""From sample weights to a loss: short pure functions, for those who bring their own batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from rollpack._errors import RollpackError
+
+
+def token_weights(loss_mask: torch.Tensor, segment_ids: torch.Tensor, sample_weights: torch.Tensor) -> torch.Tensor:
+    """The weight of each position: its sample's weight where it is trained, else 0.
+
+    Args:
+        loss_mask: [T] bool.
+        segment_ids: [T] integers, which sample each position belongs to; below 0 on padding.
+        sample_weights: [S] floats, as :func:`rollpack.sample_weights` gives them.
+
+    Returns:
+        [T], dtype and device of ``sample_weights``.
+    """
+    for name, tensor in (("loss_mask", loss_mask), ("segment_ids", segment_ids), ("sample_weights", sample_weights)):
+        _one_dimension(name, tensor)
+    if loss_mask.dtype != torch.bool:
+        raise RollpackError(f"loss_mask is {loss_mask.dtype}; it has to be bool")
+    if loss_mask.shape != segment_ids.shape:
+        raise RollpackError(f"loss_mask has {len(loss_mask)} positions and segment_ids {len(segment_ids)}")
+    of_sample = torch.index_select(sample_weights, 0, segment_ids.clamp(min=0))
+    return of_sample.masked_fill(~loss_mask | (segment_ids < 0), 0)
+
+
+def weighted_sum(token_loss: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Σ weight × token loss over the positions of weight other than 0.
+
+    Positions of weight 0 are selected out: a NaN or an infinity there touches neither the sum nor, as the gradient with
+    respect to ``token_loss`` is exactly 0 there, what is back-propagated from here. (What made the NaN may still make
+    another in its own backward, as exp of a huge log-ratio does; mask its inputs with
+    ``torch.where(weights != 0, log_ratio, 0)``.)
+
+    Args:
+        token_loss: [T] of any floating dtype.
+        weights: [T] floats.
+
+    Returns:
+        A 0-d tensor joined to the graph of ``token_loss``, float64 for a float64 token loss, else float32.
+    """
+    scaled = _scaled("token_loss", token_loss, weights)
+    return scaled.sum()
+
+
+def scale_advantages(advantages: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Advantages times weights, for trainers that add up their token losses: the plain sum is then the step loss.
+
+    That holds for losses that are proportional to the advantage. It does not scale what is not, such as a KL, entropy or
+    value term, which need weights of their own.
+
+    Args:
+        advantages: [T] of any floating dtype.
+        weights: [T] floats.
+
+    Returns:
+        [T], exactly 0 where the weight is 0, float64 for float64 advantages, else float32.
+    """
+    return _scaled("advantages", advantages, weights)
+
+
+def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """What weights and sums are held in beside this tensor."""
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _scaled(name: str, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    _one_dimension(name, values)
+    _one_dimension("weights", weights)
+    if not values.is_floating_point():
+        raise RollpackError(f"{name} is {values.dtype}; it has to be floating")
+    if values.shape != weights.shape:
+        raise RollpackError(f"{name} has {len(values)} positions and the weights {len(weights)}")
+    dtype = accumulation_dtype(values)
+    return values.to(dtype).masked_fill(weights == 0, 0) * weights.to(dtype)
+
+
+def _one_dimension(name: str, tensor: Any) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}; it has to be a torch tensor")
+    if tensor.ndim != 1:
+        raise RollpackError(f"{name} has shape {list(tensor.shape)}; it has to have one dimension")

@@ -1,0 +1,260 @@
+//! Bins under a hard cap, and a schedule in which nobody is empty and nobody waits long.
+#![allow(clippy::unwrap_used)] // a test that cannot go on has failed
+
+mod common;
+
+use common::{cases, plan_error};
+use proptest::prelude::*;
+use rollpack_core::balance::{Limit, Shape, Sync, lpt, schedule};
+use rollpack_core::bins::{best_fit_decreasing, longest_first};
+use rollpack_core::cost::{Cost, CostModel, total};
+
+fn tokens(capacity: i64, dp_size: usize) -> Shape {
+    Shape { dp_size, limit: Limit::Tokens(capacity), multiple: 1, placeholders: false, sync: Sync::Step }
+}
+
+fn samples(size: usize, dp_size: usize) -> Shape {
+    Shape { limit: Limit::Samples(size), ..tokens(1, dp_size) }
+}
+
+fn costs(lengths: &[i64]) -> Vec<Cost> {
+    lengths.iter().map(|n| CostModel::TOKENS.cost(*n)).collect()
+}
+
+fn scheduled(lengths: &[i64], shape: Shape) -> Vec<Vec<usize>> {
+    schedule(0, lengths, &costs(lengths), &shape).unwrap()
+}
+
+/// The lengths in each micro-batch.
+fn packed(lengths: &[i64], shape: Shape) -> Vec<Vec<i64>> {
+    scheduled(lengths, shape).iter().map(|m| m.iter().map(|i| lengths[*i]).collect()).collect()
+}
+
+#[test]
+fn the_longest_come_first_and_equal_ones_in_input_order() {
+    assert_eq!(longest_first(&[3, 5, 3, 9]), [3, 1, 0, 2]);
+}
+
+#[test]
+fn best_fit_leaves_the_least_room() {
+    assert_eq!(best_fit_decreasing(&[7, 5, 3, 5], 10), [vec![0, 2], vec![1, 3]]);
+    assert_eq!(best_fit_decreasing(&[3, 3, 3, 7, 7, 7], 10).len(), 3);
+    // First fit would put the 2 beside the 6, where it leaves room of 2; beside the 8 it leaves none.
+    assert_eq!(best_fit_decreasing(&[6, 8, 2], 10), [vec![1, 2], vec![0]]);
+    assert!(best_fit_decreasing(&[], 10).is_empty());
+}
+
+#[test]
+fn lpt_gives_the_heaviest_to_the_lightest() {
+    assert_eq!(lpt(&[1, 5, 4, 2], &[4, 4], 0), [vec![1, 0], vec![2, 3]]);
+    // A full part takes no more, and one without room takes nothing.
+    assert_eq!(lpt(&[1, 5, 4, 2], &[1, 3], 0), [vec![1], vec![2, 3, 0]]);
+    assert_eq!(lpt(&[1, 2], &[0, 2], 0), [vec![], vec![1, 0]]);
+}
+
+#[test]
+fn the_examples_of_the_issue() {
+    assert_eq!(packed(&[8, 8, 8], tokens(16, 1)).len(), 2);
+    assert_eq!(packed(&[7; 8], tokens(8, 1)), vec![vec![7]; 8]);
+    assert_eq!(packed(&[4, 4, 4, 1, 1, 1], tokens(4, 2)).len(), 4);
+    let mut two = packed(&[7, 5, 3, 5], tokens(10, 1));
+    two.sort();
+    assert_eq!(two, [[5, 5], [7, 3]]);
+    assert_eq!(packed(&[3, 3, 3, 7, 7, 7], tokens(10, 1)), vec![vec![3, 7]; 3]);
+}
+
+#[test]
+fn what_is_over_the_cap_is_alone() {
+    let mut three = packed(&[15, 3, 3], tokens(10, 1));
+    three.sort();
+    assert_eq!(three, [vec![3, 3], vec![15]]);
+    let mut two = packed(&[3, 15], tokens(10, 1));
+    two.sort();
+    assert_eq!(two, [[3], [15]]);
+    // Also where nothing at all fits, and where there are more slots than bins.
+    assert_eq!(packed(&[15, 15], tokens(0, 1)).len(), 2);
+    let mut four = packed(&[15, 3, 3, 3], tokens(10, 4));
+    four.sort();
+    assert_eq!(four, [[3], [3], [3], [15]]);
+    // The rest is evened out all the same: not 10 and 2.
+    let mut even = packed(&[15, 2, 2, 2, 2, 2, 2], tokens(10, 3));
+    even.sort();
+    assert_eq!(even, [vec![2, 2, 2], vec![2, 2, 2], vec![15]]);
+}
+
+#[test]
+fn equal_counts_differ_by_one_at_most() {
+    let lengths: Vec<i64> = (0..206).map(|i| 1 + (i * 37) % 101).collect();
+    for sync in [Sync::Step, Sync::MicroBatch] {
+        let schedule = scheduled(&lengths, Shape { sync, ..samples(8, 4) });
+        assert_eq!(schedule.len(), 28); // ceil(206 / 8) = 26, over 4 ranks 7 each
+        let mut ranks: Vec<usize> = schedule.chunks(7).map(|rank| rank.iter().map(Vec::len).sum()).collect();
+        ranks.sort_unstable();
+        assert_eq!(ranks, [51, 51, 52, 52]);
+        assert!(schedule.iter().all(|m| m.len() == 7 || m.len() == 8));
+    }
+}
+
+#[test]
+fn the_number_of_micro_batches_is_a_multiple() {
+    // Three bins, so four micro-batches, and the fourth is not empty.
+    let schedule = scheduled(&[1; 6], Shape { multiple: 4, ..tokens(2, 1) });
+    assert_eq!(schedule.len(), 4);
+    assert!(schedule.iter().all(|m| !m.is_empty()));
+    assert_eq!(scheduled(&[1; 12], Shape { multiple: 3, ..tokens(2, 2) }).len(), 6);
+    assert_eq!(scheduled(&[1; 14], Shape { multiple: 3, ..tokens(2, 2) }).len(), 12);
+    assert_eq!(scheduled(&[1; 14], Shape { multiple: 3, ..samples(2, 2) }).len(), 12);
+}
+
+#[test]
+fn too_few_samples_says_how_many_are_missing() {
+    let refused = |lengths: &[i64], shape: Shape| schedule(3, lengths, &costs(lengths), &shape);
+    plan_error(
+        refused(&[5], tokens(10, 4)),
+        &["step 3 has 1 samples", "dp_size 4 x 1", "at least 4", "3 are missing", "placeholders=True"],
+    );
+    plan_error(
+        refused(&[1, 1, 1], Shape { multiple: 4, ..tokens(1, 1) }),
+        &["3 samples", "at least 4", "1 are missing", "micro_batch_multiple"],
+    );
+    plan_error(refused(&[1, 1, 1], samples(8, 4)), &["1 are missing"]);
+}
+
+#[test]
+fn placeholders_fill_what_is_missing() {
+    for shape in [tokens(10, 4), samples(4, 4), Shape { sync: Sync::MicroBatch, ..tokens(10, 4) }] {
+        let schedule = scheduled(&[5, 2], Shape { placeholders: true, multiple: 2, ..shape });
+        assert_eq!(schedule.len(), 8);
+        assert_eq!(schedule.iter().filter(|m| m.is_empty()).count(), 6);
+        assert!(schedule.iter().all(|m| m.len() <= 1));
+    }
+    // Where there are enough samples they change nothing.
+    let lengths = [4, 4, 4, 1, 1, 1];
+    let with = scheduled(&lengths, Shape { placeholders: true, ..tokens(4, 2) });
+    assert_eq!(with, scheduled(&lengths, tokens(4, 2)));
+}
+
+#[test]
+fn an_absurd_number_of_micro_batches_is_refused() {
+    let shape = Shape { placeholders: true, multiple: 1 << 30, ..tokens(10, 1 << 30) };
+    plan_error(schedule(0, &[1], &[1], &shape), &["micro-batches", "lower dp_size"]);
+}
+
+#[test]
+fn synchronised_once_a_step_ranks_do_the_same_in_all() {
+    // Two ranks with two micro-batches each: 9 + 4 and 8 + 5.
+    let step = packed(&[9, 8, 5, 4], tokens(9, 2));
+    let loads: Vec<i64> = step.chunks(2).map(|rank| rank.iter().flatten().sum()).collect();
+    assert_eq!(loads, [13, 13]);
+}
+
+#[test]
+fn synchronised_at_every_micro_batch_neighbours_in_cost_run_together() {
+    let step = packed(&[9, 8, 5, 4], Shape { sync: Sync::MicroBatch, ..tokens(9, 2) });
+    // 9 beside 8, 5 beside 4; the rank that had the 9 gets the 4.
+    assert_eq!(step, [[9], [4], [8], [5]]);
+    let counted = packed(&[9, 8, 5, 4], Shape { sync: Sync::MicroBatch, ..samples(1, 2) });
+    assert_eq!([&counted[0], &counted[2]], [&[9], &[8]]);
+}
+
+#[test]
+fn names_of_sync() {
+    assert_eq!(Sync::parse("step"), Ok(Sync::Step));
+    assert_eq!(Sync::parse("micro_batch"), Ok(Sync::MicroBatch));
+    plan_error(Sync::parse("rank"), &["'rank'", "step or micro_batch"]);
+}
+
+#[test]
+fn the_cost_model() -> Result<(), rollpack_core::Error> {
+    assert_eq!(CostModel::TOKENS.cost(7), 7);
+    assert_eq!(CostModel::ATTENTION.cost(1000), 24_576_000 + 1_000_000);
+    assert_eq!(CostModel::new(3, 2)?.cost(10), 230);
+    // The largest model and the longest sequence fit, and sums stop at the top.
+    let most = CostModel::new(u64::MAX, u64::MAX)?.cost(i64::from(i32::MAX));
+    assert!(most > 0);
+    assert_eq!(total([Cost::MAX, most]), Cost::MAX);
+    plan_error(CostModel::new(0, 0), &["balances nothing"]);
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(cases(200))]
+
+    #[test]
+    fn bins_hold_everything_once_and_are_few(lengths in prop::collection::vec(1..30_i64, 0..60)) {
+        let bins = best_fit_decreasing(&lengths, 30);
+        let mut placed = bins.concat();
+        placed.sort_unstable();
+        prop_assert_eq!(placed, (0..lengths.len()).collect::<Vec<_>>());
+        let loads: Vec<i64> = bins.iter().map(|b| b.iter().map(|i| lengths[*i]).sum()).collect();
+        prop_assert!(loads.iter().all(|load| *load <= 30));
+        // Any two bins hold more than one could, or they would be one.
+        prop_assert!((0..loads.len()).all(|i| (0..i).all(|j| loads[i] + loads[j] > 30)));
+    }
+
+    #[test]
+    fn a_schedule_keeps_every_rule(
+        lengths in prop::collection::vec(1..40_i64, 1..60),
+        limit in prop_oneof![(1..60_i64).prop_map(Limit::Tokens), (1..9_usize).prop_map(Limit::Samples)],
+        dp_size in 1..6_usize,
+        multiple in 1..4_usize,
+        placeholders in any::<bool>(),
+        micro_batch in any::<bool>(),
+        quadratic in 0..3_u64,
+    ) {
+        let sync = if micro_batch { Sync::MicroBatch } else { Sync::Step };
+        let shape = Shape { dp_size, limit, multiple, placeholders, sync };
+        let model = CostModel::new(1, quadratic).unwrap();
+        let costs: Vec<Cost> = lengths.iter().map(|n| model.cost(*n)).collect();
+        let Ok(first) = schedule(0, &lengths, &costs, &shape) else {
+            prop_assert!(!placeholders);
+            return Ok(());
+        };
+        prop_assert_eq!(&first, &schedule(0, &lengths, &costs, &shape).unwrap());
+        prop_assert_eq!(first.len() % (dp_size * multiple), 0);
+        let mut placed = first.concat();
+        placed.sort_unstable();
+        prop_assert_eq!(placed, (0..lengths.len()).collect::<Vec<_>>());
+        let empty = first.iter().filter(|m| m.is_empty()).count();
+        prop_assert_eq!(empty, first.len().saturating_sub(lengths.len()));
+        prop_assert!(placeholders || empty == 0);
+        for members in &first {
+            prop_assert!(members.is_sorted());
+            match limit {
+                Limit::Samples(most) => prop_assert!(members.len() <= most),
+                Limit::Tokens(cap) => {
+                    let load: i64 = members.iter().map(|i| lengths[*i]).sum();
+                    prop_assert!(load <= cap || members.len() == 1);
+                }
+            }
+        }
+        // Any two bins hold more than one could, so there are fewer than twice as many as the sum needs, and one.
+        let needed = match limit {
+            Limit::Samples(most) => lengths.len().div_ceil(most),
+            Limit::Tokens(cap) => {
+                let fitting: i64 = lengths.iter().filter(|n| **n <= cap).sum();
+                lengths.iter().filter(|n| **n > cap).count() + (2 * fitting / cap) as usize + 1
+            }
+        };
+        prop_assert!(first.len() <= needed.div_ceil(dp_size).next_multiple_of(multiple) * dp_size);
+        if matches!(limit, Limit::Samples(_)) {
+            let even = |counts: Vec<usize>| counts.iter().max().unwrap() - counts.iter().min().unwrap() <= 1;
+            let per_rank = first.len() / dp_size;
+            prop_assert!(even(first.iter().map(Vec::len).collect()));
+            prop_assert!(even(first.chunks(per_rank).map(|r| r.iter().map(Vec::len).sum()).collect()));
+        }
+    }
+
+    /// Whoever got the last item was the lightest then: no two parts are further apart than one item.
+    #[test]
+    fn lpt_is_even(costs in prop::collection::vec(1..1000_u128, 1..60), parts in 1..8_usize) {
+        let given = lpt(&costs, &vec![costs.len(); parts], 0);
+        let loads: Vec<Cost> = given.iter().map(|p| p.iter().map(|i| costs[*i]).sum()).collect();
+        let longest = *costs.iter().max().unwrap();
+        let (most, least) = (*loads.iter().max().unwrap(), *loads.iter().min().unwrap());
+        prop_assert!(most - least <= longest);
+        let mut placed = given.concat();
+        placed.sort_unstable();
+        prop_assert_eq!(placed, (0..costs.len()).collect::<Vec<_>>());
+    }
+}

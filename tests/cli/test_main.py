@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+import rollpack
+from rollpack.cli import main
+
+
+def rollpack_process(*arguments, **options):
+    command = [sys.executable, "-m", "rollpack", *map(str, arguments)]
+    return subprocess.run(command, capture_output="stdout" not in options, text=True, check=False, **options)
+
+
+def test_end_to_end(rollouts, tmp_path):
+    inspected = rollpack_process("inspect", rollouts, "--json")
+    assert (inspected.returncode, inspected.stderr) == (0, "")
+    assert json.loads(inspected.stdout)["rollouts"] == 3
+    saved, out = tmp_path / "batch.plan", tmp_path / "packed"
+    planned = rollpack_process("plan", rollouts, "--micro-batch-size", 2, "-o", saved, "--json")
+    assert (planned.returncode, planned.stderr) == (0, "")
+    packed = rollpack_process("pack", rollouts, "--plan", saved, "-o", out)
+    assert (packed.returncode, packed.stderr) == (0, "")
+    assert sum(len(micro_batch.rows) for micro_batch in rollpack.read_packed(out / "dp0-cp0.arrow")) == 4
+
+
+def test_bad_input_is_one_line_and_no_traceback(tmp_path):
+    ended = rollpack_process("inspect", tmp_path / "no.parquet")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == f"rollpack: error: no file is called {tmp_path / 'no.parquet'}\n"
+
+
+def test_a_reader_that_has_left_is_no_error(file):
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        ended = rollpack_process("inspect", file, stdout=writing, stderr=subprocess.PIPE)
+    finally:
+        os.close(writing)
+    assert (ended.returncode, ended.stderr) == (141, "")
+
+
+def test_a_terminal_without_unicode(tmp_path):
+    file = tmp_path / "é.jsonl"
+    file.write_text('{"tokens": [1, 2], "loss_mask": [7]}\n')
+    ended = rollpack_process("inspect", file, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    assert (ended.returncode, ended.stderr) == (1, "")
+    assert "\\xe9.jsonl" in ended.stdout
+
+
+def test_help_and_version(run):
+    status, out, err = run("--version")
+    assert (status, out, err) == (0, f"rollpack {rollpack.__version__}\n", "")
+    status, out, _ = run("--help")
+    assert status == 0
+    assert "examples:" in out
+    for command in ("inspect", "plan", "pack"):
+        status, out, err = run(command, "--help")
+        assert (status, err) == (0, "")
+        assert f"rollpack {command} rollouts.parquet" in out
+
+
+def test_usage_errors_are_one_line(fails):
+    assert fails() == "the following arguments are required: COMMAND (see rollpack --help)"
+    assert "invalid choice: 'frob'" in fails("frob")
+    assert fails("inspect") == "the following arguments are required: FILE (see rollpack inspect --help)"
+
+
+@pytest.mark.parametrize("where", ["reading", "printing"])
+def test_ctrl_c(run, file, monkeypatch, where):
+    if where == "reading":  # inside of a stream that the core reads
+        from contextlib import contextmanager
+
+        @contextmanager
+        def interrupting(*_):
+            def moved(_):
+                raise KeyboardInterrupt
+
+            yield moved
+
+        monkeypatch.setattr("rollpack.cli.inspect.progress", interrupting)
+    else:
+
+        def interrupted(_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr("rollpack.cli.inspect.say", interrupted)
+    assert run("inspect", file) == (130, "", "rollpack: interrupted\n")
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """Runs a command with a terminal on stderr, and gives what that shows."""
+
+    def watched(*arguments):
+        terminal = io.StringIO()
+        terminal.isatty = lambda: True
+        monkeypatch.setattr(sys, "stderr", terminal)  # in the test itself: pytest sets its own between setup and test
+        assert main([str(argument) for argument in arguments]) == 0
+        return terminal.getvalue()
+
+    return watched
+
+
+def test_progress_where_a_person_watches(watched, file, tmp_path):
+    shown = watched("pack", file, "--micro-batch-size", 1, "-o", tmp_path / "out")
+    assert "reading" in shown
+    assert "packing" in shown
+
+
+def test_no_progress_beside_json(watched, file):
+    assert watched("inspect", file, "--json") == ""
+
+
+def test_no_progress_without_tqdm(watched, file, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert watched("inspect", file) == ""
+
+
+def test_no_torch():
+    code = "import sys, rollpack.cli; rollpack.cli.main(['--version']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0

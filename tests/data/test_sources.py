@@ -1,0 +1,396 @@
+"""The same rollouts give the same summary, however they arrive."""
+
+import json
+import subprocess
+import sys
+
+import datasets
+import duckdb
+import numpy as np
+import pandas as pd
+import polars as pl
+import pyarrow as pa
+import pyarrow.dataset as pads
+import pyarrow.feather
+import pyarrow.ipc
+import pyarrow.parquet as pq
+import pytest
+
+import rollpack
+
+DATA = {
+    "tokens": [[1, 2, 3], [4, 5, 6, 7], [8, 9], [10, 11, 12, 13, 14], [15, 16, 17]],
+    "response_length": [2, 3, 1, 4, 2],
+    "loss_mask": [[1, 0], [1, 1, 0], [0], [1, 1, 1, 0], [0, 1]],
+    "rollout_id": [7, 7, 9, -1, 2**40],
+    "group_index": [0, 0, 0, 1, 1],
+    "reward": [0.5, None, 1.0, 0.0, None],
+}
+SUMMARY = {
+    "row": [0, 1, 2, 3, 4],
+    "total_length": [3, 4, 2, 5, 3],
+    "response_length": [2, 3, 1, 4, 2],
+    "mask_sum": [1, 2, 0, 3, 1],
+    "rollout_id": [7, 7, 9, -1, 2**40],
+    "group_index": [0, 0, 0, 1, 1],
+}
+TABLE = pa.table(DATA)
+LISTS = ("tokens", "loss_mask")
+ROWS = TABLE.to_pylist()
+
+
+def cut(*lengths):
+    """The table in batches of these lengths."""
+    batches, start = [], 0
+    for length in lengths:
+        batches += TABLE.slice(start, length).to_batches() or [pa.RecordBatch.from_pylist([], TABLE.schema)]
+        start += length
+    return batches
+
+
+def chunked_differently():
+    """Every column has chunk boundaries of its own."""
+    cuts = [(2, 3), (5,), (1, 1, 3), (4, 1), (1, 4), (3, 2)]
+    columns = []
+    for name, lengths in zip(TABLE.column_names, cuts, strict=True):
+        column, chunks, start = TABLE[name], [], 0
+        for length in lengths:
+            chunks += column.slice(start, length).chunks
+            start += length
+        columns.append(pa.chunked_array(chunks))
+    return pa.table(columns, names=TABLE.column_names)
+
+
+def sliced():
+    """The rows as a slice of a larger table, with offsets into every buffer."""
+    return pa.concat_tables([TABLE.slice(3), TABLE, TABLE.slice(0, 2)]).combine_chunks().slice(2, 5)
+
+
+def large_lists():
+    fields = [
+        pa.field(f.name, pa.large_list(pa.int32())) if f.name in LISTS else pa.field(f.name, f.type) for f in TABLE.schema
+    ]
+    return TABLE.cast(pa.schema(fields))
+
+
+def hugging_face_selected():
+    rows = datasets.Dataset.from_dict({name: values[::-1] + values[:1] for name, values in DATA.items()})
+    return rows.select([4, 3, 2, 1, 0])
+
+
+def duckdb_relation():
+    return duckdb.connect().from_arrow(TABLE)
+
+
+OBJECTS = {
+    "table": lambda: TABLE,
+    "record batch": lambda: TABLE.to_batches()[0],
+    "reader": lambda: TABLE.to_reader(max_chunksize=2),
+    "reader of a generator": lambda: pa.RecordBatchReader.from_batches(TABLE.schema, (b for b in cut(1, 0, 3, 1))),
+    "batches, some empty": lambda: pa.Table.from_batches(cut(0, 2, 0, 0, 3, 0)),
+    "columns chunked differently": chunked_differently,
+    "slice": sliced,
+    "slice of a chunked table": lambda: pa.concat_tables([TABLE.slice(3), TABLE]).slice(2),
+    "large lists": large_lists,
+    "list of tables": lambda: [TABLE.slice(0, 2), TABLE.slice(2, 0), TABLE.slice(2, 3)],
+    "list of mixed": lambda: [TABLE.slice(0, 1), pl.DataFrame(DATA).slice(1, 2), TABLE.slice(3).to_batches()[0]],
+    "tuple of a reader": lambda: (TABLE.to_reader(),),
+    "list of dicts": lambda: ROWS,
+    "pyarrow dataset": lambda: pads.dataset([TABLE.slice(0, 3), TABLE.slice(3)]),
+    "pyarrow scanner": lambda: pads.dataset(TABLE).scanner(),
+    "polars": lambda: pl.DataFrame(DATA),
+    "polars in chunks": lambda: pl.concat([pl.DataFrame(DATA).head(3), pl.DataFrame(DATA).tail(2)], rechunk=False),
+    "pandas with Arrow columns": lambda: TABLE.to_pandas(types_mapper=pd.ArrowDtype),
+    "pandas with object columns": lambda: pd.DataFrame(DATA),
+    "pandas with numpy arrays and an index": lambda: TABLE.to_pandas().set_index(pd.Index([9, 8, 7, 6, 5])),
+    "duckdb": duckdb_relation,
+    "hugging face": lambda: datasets.Dataset.from_dict(DATA),
+    "hugging face selected": hugging_face_selected,
+    "hugging face with numpy format": lambda: datasets.Dataset.from_dict(DATA).with_format("numpy"),
+}
+
+
+@pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
+def test_every_object_gives_the_same_summary(make):
+    assert pa.table(rollpack.summarize(make(), groups=True)).to_pydict() == SUMMARY
+
+
+@pytest.mark.parametrize("make", OBJECTS.values(), ids=OBJECTS)
+def test_every_object_can_be_planned(make):
+    expected = rollpack.plan(TABLE, loss_aggregation="prompt_mean", max_tokens_per_gpu=8)
+    assert rollpack.plan(make(), loss_aggregation="prompt_mean", max_tokens_per_gpu=8).id == expected.id
+
+
+ONE_SHOT = {"reader", "reader of a generator", "tuple of a reader", "pyarrow scanner"}
+
+
+@pytest.mark.parametrize("name", sorted(OBJECTS.keys() - ONE_SHOT))
+def test_every_object_that_can_be_read_twice_is_planned_and_packed(name):
+    data = OBJECTS[name]()
+    plan = rollpack.plan(data, micro_batch_size=2)
+    packed = list(rollpack.pack(data, plan, sample_columns=["reward"]))
+    rows = np.concatenate([m.rows for m in packed]).tolist()
+    assert sorted(rows) == [0, 1, 2, 3, 4]
+    tokens = np.concatenate([m.tokens for m in packed]).tolist()
+    assert tokens == [token for row in rows for token in DATA["tokens"][row]]
+    rewards = np.concatenate([m.sample_columns["reward"] for m in packed])
+    expected = [np.nan if DATA["reward"][row] is None else DATA["reward"][row] for row in rows]
+    np.testing.assert_array_equal(rewards, np.array(expected, np.float32))
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_shuffled_hugging_face_dataset_is_read_in_its_new_order(seed):
+    shuffled = datasets.Dataset.from_dict(DATA).shuffle(seed=seed)
+    firsts = [tokens[0] for tokens in DATA["tokens"]]
+    order = [firsts.index(tokens[0]) for tokens in shuffled["tokens"]]
+    assert order != [0, 1, 2, 3, 4]
+    summary = pa.table(rollpack.summarize(shuffled, groups=True)).to_pydict()
+    assert summary["row"] == [0, 1, 2, 3, 4]
+    for name in ("total_length", "response_length", "mask_sum", "rollout_id", "group_index"):
+        assert summary[name] == [SUMMARY[name][i] for i in order]
+
+
+def write_stream(path, table):
+    with pa.ipc.new_stream(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_file(path, table):
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=2)
+
+
+def write_json(path, table):
+    path.write_text("".join(json.dumps(row) + "\n" for row in table.to_pylist()))
+
+
+FILES = {
+    "parquet": (".parquet", lambda path, table: pq.write_table(table, path)),
+    "parquet in row groups": (".parquet", lambda path, table: pq.write_table(table, path, row_group_size=2)),
+    "parquet by duckdb": (".parquet", lambda path, table: duckdb.connect().from_arrow(table).write_parquet(str(path))),
+    "parquet by polars": (".parquet", lambda path, table: pl.from_arrow(table).write_parquet(path)),
+    "Arrow file": (".arrow", write_file),
+    "Arrow stream": (".arrows", write_stream),
+    "Arrow stream, as Hugging Face caches it": (".arrow", write_stream),
+    "feather": (".feather", lambda path, table: pyarrow.feather.write_feather(table, str(path))),
+    "JSON lines": (".jsonl", write_json),
+    "parquet without a telling name": (".dat", lambda path, table: pq.write_table(table, path)),
+}
+
+
+@pytest.mark.parametrize(("suffix", "write"), FILES.values(), ids=FILES)
+def test_every_kind_of_file_gives_the_same_summary(tmp_path, suffix, write):
+    whole = tmp_path / f"whole{suffix}"
+    write(whole, TABLE)
+    for path in (whole, str(whole)):
+        assert pa.table(rollpack.summarize(path, groups=True)).to_pydict() == SUMMARY
+    write(tmp_path / f"part-0{suffix}", TABLE.slice(0, 2))
+    write(tmp_path / f"part-1{suffix}", TABLE.slice(2))
+    glob = str(tmp_path / f"part-*{suffix}")
+    assert pa.table(rollpack.summarize(glob, groups=True)).to_pydict() == SUMMARY
+    parts = [tmp_path / f"part-0{suffix}", TABLE.slice(2)]
+    assert pa.table(rollpack.summarize(parts, groups=True)).to_pydict() == SUMMARY
+
+
+@pytest.mark.parametrize(("suffix", "write"), FILES.values(), ids=FILES)
+def test_a_path_is_planned_and_packed(tmp_path, suffix, write):
+    write(tmp_path / f"a{suffix}", TABLE.slice(0, 2))
+    write(tmp_path / f"b{suffix}", TABLE.slice(2))
+    glob = str(tmp_path / f"*{suffix}")
+    plan = rollpack.plan(glob, micro_batch_size=5)
+    (micro_batch,) = rollpack.pack(glob, plan)
+    assert micro_batch.tokens.tolist() == list(range(1, 18))
+
+
+def test_a_glob_is_read_in_the_order_of_the_names(tmp_path):
+    for name, row in {"c": 2, "a": 0, "b": 1}.items():
+        pq.write_table(TABLE.slice(row, 1), tmp_path / f"{name}.parquet")
+    assert rollpack.summarize(str(tmp_path / "*.parquet")).column("total_length").tolist() == [3, 4, 2]
+
+
+def test_a_glob_finds_files_at_any_depth(tmp_path):
+    (tmp_path / "x" / "y").mkdir(parents=True)
+    pq.write_table(TABLE.slice(0, 2), tmp_path / "x" / "0.parquet")
+    pq.write_table(TABLE.slice(2), tmp_path / "x" / "y" / "1.parquet")
+    assert len(rollpack.summarize(f"{tmp_path}/**/*.parquet")) == 5
+
+
+def test_a_file_is_found_whose_name_looks_like_a_glob(tmp_path):
+    path = tmp_path / "step[1].parquet"
+    pq.write_table(TABLE, path)
+    assert len(rollpack.summarize(path)) == 5
+
+
+def test_the_row_of_a_fault_is_counted_over_all_files(tmp_path):
+    bad = TABLE.slice(2).set_column(1, "response_length", pa.array([1, 99, 2]))
+    pq.write_table(TABLE.slice(0, 2), tmp_path / "0.parquet", row_group_size=1)
+    pq.write_table(bad, tmp_path / "1.parquet", row_group_size=1)
+    with pytest.raises(rollpack.DataError, match="99") as caught:
+        rollpack.summarize(str(tmp_path / "*.parquet"))
+    assert (caught.value.column, caught.value.row) == ("response_length", 3)
+
+
+def test_a_json_line_may_be_long(tmp_path):
+    """Long rollouts are what this is for: a line of half a million tokens takes several megabytes."""
+    path = tmp_path / "long.jsonl"
+    lengths = [10, 500_000, 3]
+    with path.open("w") as file:
+        for length in lengths:
+            file.write(json.dumps({"tokens": [100_000] * length, "response_length": 2}) + "\n")
+    assert rollpack.summarize(path).column("total_length").tolist() == lengths
+
+
+def test_json_ids_that_look_like_dates_stay_strings(tmp_path):
+    path = tmp_path / "dates.jsonl"
+    ids = ["2026-01-31", "2026-01-31T10:00:00", "2026-02-01"]
+    path.write_text("".join(json.dumps({"tokens": [1, 2], "response_length": 1, "rollout_id": i}) + "\n" for i in ids))
+    assert rollpack.summarize(path).column("rollout_id").tolist() == ids
+
+
+@pytest.mark.parametrize("form", ["dicts", "JSON lines"])
+def test_a_mask_that_only_later_rows_have_is_not_lost(tmp_path, form):
+    """Without its mask the second row would be trained on everything, without a word."""
+    rows = [{"tokens": [1, 2], "response_length": 1}, {"tokens": [1, 2], "response_length": 1, "loss_mask": [0]}]
+    data = rows
+    if form == "JSON lines":
+        data = tmp_path / "rows.jsonl"
+        data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(rollpack.DataError, match="null") as caught:
+        rollpack.summarize(data)
+    assert (caught.value.column, caught.value.row) == ("loss_mask", 0)
+
+
+def test_parts_without_the_same_columns_are_refused():
+    with pytest.raises(rollpack.RollpackError, match="loss_mask"):
+        rollpack.summarize([TABLE, TABLE.drop_columns(["loss_mask"])])
+    with pytest.raises(rollpack.RollpackError, match="rollout_id"):
+        rollpack.summarize([TABLE.drop_columns(["rollout_id"]), TABLE])
+    with pytest.raises(rollpack.RollpackError, match="rollout_id"):
+        rollpack.summarize([TABLE, TABLE.set_column(3, "rollout_id", pa.array(list("abcde")))])
+
+
+def odd_frame(library):
+    """A frame with a column that no Arrow type fits, and that nobody asks for."""
+    odd = [1, "a", object(), {"b": 2}, None]
+    if library is pd:
+        return pd.DataFrame(DATA | {"odd": pd.Series(odd, dtype=object)})
+    return pl.DataFrame(DATA).with_columns(pl.Series("odd", odd, dtype=pl.Object))
+
+
+@pytest.mark.parametrize("library", [pd, pl], ids=["pandas", "polars"])
+def test_a_frame_may_hold_what_is_not_read_and_no_arrow(library):
+    frame = odd_frame(library)
+    assert pa.table(rollpack.summarize(frame, groups=True)).to_pydict() == SUMMARY
+    plan = rollpack.plan(frame, micro_batch_size=5)
+    (micro_batch,) = rollpack.pack(frame, plan)
+    assert micro_batch.tokens.tolist() == list(range(1, 18))
+
+
+def test_a_frame_of_mixed_types_in_the_group_column_is_read_without_groups():
+    frame = pd.DataFrame(DATA | {"group_index": pd.Series([1, "a", 2.5, None, {}], dtype=object)})
+    assert len(rollpack.summarize(frame)) == 5
+
+
+@pytest.mark.parametrize("kind", ["parquet", "table", "dataset", "stream"])
+def test_columns_that_are_not_read_may_be_of_any_type(tmp_path, kind):
+    odd = pa.array([[{"a": 1}], None, [], [{"a": None}], None], pa.list_(pa.struct([("a", pa.int8())])))
+    table = TABLE.append_column("meta", odd).append_column("when", pa.array([None] * 5, pa.timestamp("us")))
+    data = table
+    if kind == "parquet":
+        data = tmp_path / "odd.parquet"
+        pq.write_table(table, data)
+    elif kind == "dataset":
+        data = pads.dataset(table)
+    elif kind == "stream":
+        data = table.to_reader()
+    assert pa.table(rollpack.summarize(data, groups=True)).to_pydict() == SUMMARY
+
+
+def test_a_reader_that_was_read_before_is_an_error_that_says_so():
+    reader = TABLE.to_reader()
+    rollpack.summarize(reader)
+    with pytest.raises(rollpack.DataError, match="reader") as caught:
+        rollpack.summarize(reader)
+    assert (caught.value.column, caught.value.row) == (None, None)
+
+
+def test_what_a_reader_raises_reaches_the_caller():
+    def batches():
+        yield TABLE.to_batches()[0]
+        raise RuntimeError("the disk is on fire")
+
+    reader = pa.RecordBatchReader.from_batches(TABLE.schema, batches())
+    with pytest.raises(rollpack.DataError, match="the disk is on fire"):
+        rollpack.summarize(reader)
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path):
+    empty = tmp_path / "empty.parquet"
+    empty.touch()
+    text = tmp_path / "notes.txt"
+    text.write_text("hello")
+    cut_short = tmp_path / "short.parquet"
+    pq.write_table(TABLE, cut_short)
+    cut_short.write_bytes(cut_short.read_bytes()[:-40])
+    bad_json = tmp_path / "bad.jsonl"
+    bad_json.write_text('{"tokens": [1, 2}\n')
+    arrow = tmp_path / "short.arrow"
+    write_file(arrow, TABLE)
+    arrow.write_bytes(arrow.read_bytes()[:-40])
+    missing = tmp_path / "missing.parquet"
+    for path in (empty, text, cut_short, bad_json, arrow, missing, tmp_path / "*.feather", tmp_path):
+        with pytest.raises(rollpack.DataError) as caught:
+            rollpack.summarize(path)
+        assert str(path) in str(caught.value)
+
+
+def test_what_is_no_data_is_told_what_would_be():
+    for data in (5, None, {"tokens": [[1]]}, [1, 2], object()):
+        with pytest.raises((TypeError, rollpack.RollpackError), match="Arrow"):
+            rollpack.summarize(data)
+    with pytest.raises(TypeError, match="collect"):
+        rollpack.summarize(pl.DataFrame(DATA).lazy())
+    with pytest.raises(TypeError, match="train"):
+        rollpack.summarize(datasets.DatasetDict(train=datasets.Dataset.from_dict(DATA)))
+    with pytest.raises(TypeError, match="streaming"):
+        rollpack.summarize(datasets.Dataset.from_dict(DATA).to_iterable_dataset())
+
+
+SLEEPY = """
+import threading, time
+import pyarrow as pa
+import rollpack
+
+batch = pa.RecordBatch.from_pydict({"tokens": [[1, 2]], "response_length": [1]})
+ticks = 0
+asked = threading.Event()
+answered = threading.Event()
+done = threading.Event()
+
+def other():
+    global ticks
+    asked.wait()
+    answered.set()
+    while not done.is_set():
+        ticks += 1
+        time.sleep(0.001)
+
+def batches():
+    for _ in range(20):
+        asked.set()
+        assert answered.wait(30)  # only another thread sets it
+        time.sleep(0.01)
+        yield batch
+
+thread = threading.Thread(target=other)
+thread.start()
+summary = rollpack.summarize(pa.RecordBatchReader.from_batches(batch.schema, batches()))
+done.set()
+thread.join()
+print(len(summary), ticks >= 10)
+"""
+
+
+def test_a_python_reader_that_waits_for_another_thread_does_not_hang():
+    run = subprocess.run([sys.executable, "-c", SLEEPY], capture_output=True, text=True, timeout=60, check=False)
+    assert run.stdout.split() == ["20", "True"], run.stderr
