@@ -32,11 +32,12 @@ def write_whole_directory(path: Path) -> Iterator[Path]:
 
     Raises:
         FileExistsError: ``path`` is there already; nothing is overwritten.
+        FileNotFoundError: the folder that it is to lie in is not there.
     """
     if path.exists():
         raise FileExistsError(f"{path} is there already; remove it, or choose another place")
     temporary = _beside(path)
-    temporary.mkdir(parents=True)
+    temporary.mkdir()
     try:
         yield temporary
         temporary.rename(path)

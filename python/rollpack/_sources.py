@@ -214,7 +214,7 @@ def _object(data: Any) -> _Part:
     # Importing it takes pandas along, and a second. Where nobody did, nobody has its objects.
     datasets = sys.modules.get("pyarrow.dataset")
     if datasets is not None and isinstance(data, datasets.Dataset):
-        return _Part(lambda names: data.scanner(columns=names).to_reader(), lambda: data.schema)
+        return _Part(lambda names: data.scanner(columns=names).to_reader(), lambda: list(data.schema.names))
     if datasets is not None and isinstance(data, datasets.Scanner):
         return _Part(lambda _: data.to_reader())
     if library == "datasets" and hasattr(data, "with_format"):

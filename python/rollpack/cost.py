@@ -30,14 +30,17 @@ def cost_model(cost: str | CostModel) -> CostModel:
         return NAMED[cost]
     linear, quadratic = (integer(name, value) for name, value in zip(CostModel._fields, CostModel(*cost), strict=True))
     for name, value in (("linear", linear), ("quadratic", quadratic)):
-        if not 0 <= value < 2**64:
-            raise PlanError(f"{name} of the cost model is {value}; it has to be from 0 to 2**64 - 1")
+        if value < 0:
+            raise PlanError(f"{name} of the cost model is {value}; it has to be at least 0")
     return CostModel(linear, quadratic)
 
 
 def integer(name: str, value: SupportsIndex) -> int:
     """An argument that has to be an integer, of Python's or of numpy's types."""
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise PlanError(f"{name} is {value!r}; it has to be an integer") from None
+    if not -(2**63) <= number < 2**63:
+        raise PlanError(f"{name} is {number}; it has to fit an int64")
+    return number

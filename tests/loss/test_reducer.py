@@ -126,7 +126,7 @@ def test_another_mode_for_a_regulariser():
         with pytest.raises(rollpack.PlanError, match="divisor"):
             LossReducer()(values, batch, loss_aggregation="constant")
     (micro_batch,) = micro_batches()
-    with pytest.raises(rollpack.PlanError, match="prompt_mask_sums.*plan with loss_aggregation='prompt_mean'"):
+    with pytest.raises(rollpack.PlanError, match="needs num_prompts.*plan with loss_aggregation='prompt_mean'"):
         LossReducer()(values, micro_batch, loss_aggregation="prompt_mean")
 
 

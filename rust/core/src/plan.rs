@@ -125,7 +125,7 @@ pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
         dropped_rows: cut_into.dropped.iter().map(|s| summary.row[*s]).collect(),
         ..Plan::default()
     };
-    let sums = MaskSums::new(&numbered, &summary.mask_sum, &cut_into.dropped);
+    let sums = MaskSums::new(&numbered, &summary.mask_sum);
     let mut waits = Waits::default();
     for (index, samples) in cut_into.samples.iter().enumerate() {
         plan.add_step(index, samples, summary, &numbered, &sums, options, &per_step, &mut waits)?;
@@ -174,7 +174,7 @@ fn number(summary: &Summary) -> Result<Numbered> {
     Ok(numbered)
 }
 
-/// Mask sums per rollout and per group, over all samples that are scheduled.
+/// Mask sums per rollout and per group. A rollout is in one step, or dropped, as a whole, and so is a group that counts.
 struct MaskSums {
     rollouts: Vec<i64>,
     /// Of use where groups are whole, so under `prompt_mean`.
@@ -182,14 +182,11 @@ struct MaskSums {
 }
 
 impl MaskSums {
-    fn new(numbered: &Numbered, mask_sums: &[i64], dropped: &[usize]) -> Self {
+    fn new(numbered: &Numbered, mask_sums: &[i64]) -> Self {
         let sum = |units: &[usize]| {
             let mut sums = vec![0; units.iter().max().map_or(0, |last| last + 1)];
             for (unit, mask_sum) in units.iter().zip(mask_sums) {
                 sums[*unit] += mask_sum;
-            }
-            for sample in dropped {
-                sums[units[*sample]] -= mask_sums[*sample];
             }
             sums
         };

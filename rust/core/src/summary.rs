@@ -9,6 +9,7 @@ use arrow_schema::{ArrowError, Field, Schema};
 
 use crate::check::{Faults, Row};
 use crate::columns::{Ids, Request, Samples};
+use crate::cut::MAX_TOKENS;
 use crate::ids::{Grouping, IdColumn};
 use crate::{Error, Result};
 
@@ -182,13 +183,33 @@ impl Summary {
             }
         };
         let ids = |name: &str| Ids::import(name, column(name)?, 0);
-        Ok(Self {
+        let summary = Self {
             row: integers("row")?,
             total_length: integers("total_length")?,
             response_length: integers("response_length")?,
             mask_sum: integers("mask_sum")?,
             key: names.iter().map(|n| ids(n)).collect::<Result<_>>()?,
             group: if groups { Some(ids("group_index")?) } else { None },
-        })
+        };
+        summary.check()?;
+        Ok(summary)
+    }
+
+    /// A summary may come from a file or another process: what planning relies on is checked.
+    fn check(&self) -> Result<()> {
+        for (i, row) in self.row.iter().enumerate() {
+            let (total, response, sum) = (self.total_length[i], self.response_length[i], self.mask_sum[i]);
+            if !(0 <= sum && sum <= response && response <= total && (1..=MAX_TOKENS).contains(&total)) {
+                return Err(Error::data(
+                    "total_length",
+                    *row,
+                    format!(
+                        "a sample of {total} tokens, {response} of them the response and {sum} of these trained, cannot be \
+                         (and a sequence has at most {MAX_TOKENS} tokens)"
+                    ),
+                ));
+            }
+        }
+        Ok(())
     }
 }

@@ -37,7 +37,7 @@ impl Mode {
             (Self::Constant, None) => {
                 plan_error!("loss_aggregation 'constant' needs divisor=, a finite number above 0")
             }
-            (Self::Constant, Some(d)) if !(d.is_finite() && d > 0.0) => {
+            (Self::Constant, Some(d)) if !(d.is_normal() && d > 0.0) => {
                 plan_error!("divisor is {d}; it has to be a finite number above 0")
             }
             (Self::Constant, Some(_)) | (_, None) => Ok(()),
@@ -99,20 +99,24 @@ fn count(name: &str, value: Option<i64>) -> Result<f64> {
     match value {
         Some(n) if n >= 0 => Ok(n as f64),
         Some(n) => plan_error!("{name} is {n}; it cannot be negative"),
-        None => plan_error!("this loss_aggregation needs {name}"),
+        None => missing(name),
     }
+}
+
+fn missing<T>(name: &str) -> Result<T> {
+    plan_error!(
+        "this loss_aggregation needs {name}{}",
+        if name.contains("prompt") {
+            ", which a plan has where groups were read: plan with loss_aggregation='prompt_mean'"
+        } else {
+            ""
+        }
+    )
 }
 
 fn sums<'a>(name: &str, values: Option<&'a [i64]>, num_samples: usize) -> Result<&'a [i64]> {
     let Some(values) = values else {
-        return plan_error!(
-            "this loss_aggregation needs {name}{}",
-            if name.starts_with("prompt") {
-                ", which a plan has where groups were read: plan with loss_aggregation='prompt_mean'"
-            } else {
-                ""
-            }
-        );
+        return missing(name);
     };
     if values.len() != num_samples {
         return plan_error!("{name} has {} values for {num_samples} samples", values.len());

@@ -50,6 +50,9 @@ fn lpt_gives_the_heaviest_to_the_lightest() {
     // A full part takes no more, and one without room takes nothing.
     assert_eq!(lpt(&[1, 5, 4, 2], &[1, 3], 0), [vec![1], vec![2, 3, 0]]);
     assert_eq!(lpt(&[1, 2], &[0, 2], 0), [vec![], vec![1, 0]]);
+    // One more, each, in as many parts as are allowed that.
+    assert_eq!(lpt(&[9, 1, 1], &[1, 1], 1), [vec![0], vec![1, 2]]);
+    assert_eq!(lpt(&[9, 1, 1, 1], &[1, 1], 2), [vec![0, 3], vec![1, 2]]);
 }
 
 #[test]

@@ -509,6 +509,9 @@ fn a_column_in_another_spelling_is_not_taken_as_absent() {
         ("response_length", "ResponseLength"),
         ("rollout_id", "rolloutId"),
         ("rollout_id", "rollout_ids"),
+        ("loss_mask", "los_mask"),
+        ("loss_mask", "loss_maks"),
+        ("response_length", "response_lenght"),
     ] {
         let renamed = renamed(role, twin);
         schema_fault(
@@ -827,6 +830,12 @@ fn without_an_id_each_row_is_a_rollout() {
         let ids = batch.column_by_name("rollout_id").unwrap().as_primitive::<Int64Type>();
         assert_eq!(ids.values().to_vec(), [0, 1, 2]);
     }
+    // In every batch a new one, which may lie in another group.
+    let mut columns = without("rollout_id");
+    columns.push(("group_index", int64(&[7, 8, 9])));
+    for batches in cuts(&batch(columns)) {
+        assert_eq!(num_rollouts(&read(&batches, &with_groups()).unwrap()), 3);
+    }
 }
 
 fn two_part(a: &str, b: &str) -> Request {
@@ -871,6 +880,16 @@ fn a_key_of_several_parts() {
     for batches in cuts(&batch(keyed(&[1, 1, 2], &[1, 2, 1], &[7, 8, 9]))) {
         assert_eq!(num_rollouts(&read(&batches, &key).unwrap()), 3);
     }
+    // A part that is called as a column of the summary is kept apart from it.
+    let mut columns = table();
+    columns.push(("mask_sum", int64(&[4, 4, 4])));
+    columns.push(("row", int64(&[8, 9, 8])));
+    let clash = Request { groups: false, ..two_part("mask_sum", "row") };
+    let summary = read(&[batch(columns)], &clash).unwrap();
+    let names = summary.key_names(&clash);
+    let back = Summary::from_batch(&summary.to_batch(&names).unwrap(), &names, false).unwrap();
+    is_in_order(&back);
+    assert_eq!((num_rollouts(&summary), num_rollouts(&back)), (2, 2));
     let parts = ["left 1, right 2 is in group 9", "at row 0"];
     data_fault(keyed(&[1, 1, 1], &[2, 1, 2], &[7, 8, 9]), &key, "group_index", 2, &parts);
 }

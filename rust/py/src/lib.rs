@@ -56,7 +56,9 @@ fn guarded<T>(work: impl FnOnce() -> T) -> PyResult<T> {
 
 /// Runs the core without the GIL.
 fn released<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
-    py.detach(|| guarded(work))?.map_err(|e| raise(py, &e))
+    let result = py.detach(|| guarded(work))?;
+    py.check_signals()?; // Ctrl-C that came meanwhile
+    result.map_err(|e| raise(py, &e))
 }
 
 fn readers(data: &[Bound<'_, PyAny>]) -> PyResult<Vec<Reader>> {
