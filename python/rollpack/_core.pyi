@@ -1,7 +1,7 @@
 """The Rust extension. Its callers are in this package; the public interface is ``rollpack``."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -43,9 +43,11 @@ def sample_weights(
     divisor: float | None,
 ) -> npt.NDArray[np.float64]: ...
 
+@final
 class Options:
     def __new__(cls, arguments: _PlanArguments, cut_arguments: _Cut) -> Options: ...
 
+@final
 class Planning:
     @property
     def placements(self) -> pa.RecordBatch: ...
@@ -62,6 +64,7 @@ class Planning:
     @property
     def imbalance(self) -> float: ...
 
+@final
 class Rows:
     def __new__(cls, data: Sequence[Any], request: _Request) -> Rows: ...
     @property

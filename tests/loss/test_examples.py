@@ -2,9 +2,10 @@
 
 import numpy as np
 import pytest
-import rollpack
 import torch
 from examples import EXAMPLES, MODES, Example
+
+import rollpack
 from rollpack import _reference
 from rollpack.torch import LossReducer
 

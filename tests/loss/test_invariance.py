@@ -5,10 +5,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
-import rollpack
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
+import rollpack
 from rollpack.testing import Cut, Rollouts, cuts, make_rollouts, token_losses, verify
 from rollpack.torch import LossReducer
 

@@ -4,8 +4,9 @@ import math
 
 import pyarrow as pa
 import pytest
-import rollpack
 import torch
+
+import rollpack
 from rollpack.torch import logprobs, token_logprobs
 
 TABLE = pa.table({"tokens": [[1, 2, 3, 4], [5, 6, 0]], "loss_mask": [[1, 0, 1], [1]], "response_length": [3, 1]})

@@ -7,9 +7,10 @@ import pickle
 import numpy as np
 import pyarrow as pa
 import pytest
-import rollpack
 import torch
 from examples import EXAMPLES, FOUR_SAMPLES
+
+import rollpack
 from rollpack.torch import LossReducer, scale_advantages, token_weights, weighted_sum
 
 
@@ -81,7 +82,12 @@ def test_placeholders_add_nothing():
 
 @pytest.mark.parametrize(
     ("dtype", "expected"),
-    [(torch.float64, torch.float64), (torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float16, torch.float32)],
+    [
+        (torch.float64, torch.float64),
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.float32),
+        (torch.float16, torch.float32),
+    ],
 )
 def test_accumulation_dtype(dtype, expected):
     (micro_batch,) = micro_batches()
@@ -201,7 +207,10 @@ def test_to_device_gives_the_dtypes_that_torch_wants():
     (packed,) = rollpack.pack(table, plan, token_columns=["loss"], sample_columns=["reward"])
     batch = packed.to("cpu")
     dtypes = {
-        torch.int64: ("tokens", "labels", "position_ids", "segment_ids", "rows", "mask_sums", "rollout_mask_sums", "prompt_mask_sums"),
+        torch.int64: (
+            *("tokens", "labels", "position_ids", "segment_ids"),
+            *("rows", "mask_sums", "rollout_mask_sums", "prompt_mask_sums"),
+        ),
         torch.int32: ("cu_seqlens", "cu_seqlens_padded"),
         torch.bool: ("loss_mask",),
         torch.float64: ("sample_weights",),

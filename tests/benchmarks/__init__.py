@@ -1,0 +1,1 @@
+"""Benchmarks, each run as a module: ``python -m tests.benchmarks.pipeline``."""
