@@ -7,6 +7,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+__all__ = ["Options", "Planning", "Rows", "inspect", "plan", "sample_weights", "summarize"]
+
 _Ints: TypeAlias = npt.NDArray[np.int64]
 _Cut: TypeAlias = tuple[int, str, int, int]
 _Planned: TypeAlias = tuple[_Ints, _Ints, _Ints, _Ints]

@@ -160,7 +160,8 @@ class Plan:
     @cached_property
     def id(self) -> str:
         """A hash of the schedule and its settings: the same plan has the same id on every machine."""
-        digest = hashlib.blake2b(self._describe(), digest_size=16)
+        schema = [(field.name, str(field.type), field.nullable) for field in self._placements.schema]
+        digest = hashlib.blake2b(self._describe() + repr(schema).encode(), digest_size=16)
         for column in self._placements.columns:
             digest.update(np.ascontiguousarray(column.to_numpy()).data)
         return digest.hexdigest()
