@@ -22,6 +22,7 @@ _METADATA = b"rollpack.packed"
 _COLUMNS = ("columns", "sample_columns")
 #: What every micro-batch of a file shares, or what is told by the plan in its metadata.
 _FROM_PLAN = (
+    "num_indices",
     "num_rollouts",
     "num_prompts",
     "num_tokens",
@@ -118,7 +119,7 @@ def _one_row(value: Any) -> pa.Array:
 
 
 def _from_record(batch: pa.RecordBatch, plan: Plan) -> MicroBatch[npt.NDArray[Any]]:
-    values: dict[str, Any] = {"prompt_mask_sums": None, "columns": {}, "sample_columns": {}}
+    values: dict[str, Any] = {"prompt_mask_sums": None, "prompt_indices": None, "columns": {}, "sample_columns": {}}
     for name, column in zip(batch.schema.names, batch.columns, strict=True):
         value = column.flatten().to_numpy() if pa.types.is_list(column.type) else column[0].as_py()
         kind, _, carried = name.partition(".")
@@ -130,6 +131,7 @@ def _from_record(batch: pa.RecordBatch, plan: Plan) -> MicroBatch[npt.NDArray[An
     return MicroBatch(
         **values,
         **step._asdict(),
+        num_indices=plan._unit_counts,
         loss_aggregation=settings.loss_aggregation,
         divisor=settings.divisor,
         dp_size=settings.dp_size,

@@ -40,12 +40,15 @@ class MicroBatch(Generic[Array]):
         mask_sums: [S] int64, trained tokens of each sample.
         rollout_mask_sums: [S] int64, of its whole rollout.
         prompt_mask_sums: [S] int64, of its whole prompt group; None but under ``prompt_mean``.
+        rollout_indices: [S] int64, which rollout of the plan's data each sample belongs to, from 0; -1 for a placeholder.
+        prompt_indices: [S] int64, which prompt group; None but under ``prompt_mean``.
         sample_weights: [S] float64, what each trained token of the sample weighs in the step loss.
         columns: the token columns by name, [T] float32, 0 where no response token follows.
         sample_columns: the sample columns by name, [S]: float32 of floats, float64 of integers and booleans; NaN for null.
         max_seqlen: the longest padded sequence.
         is_placeholder: whether this is one masked dummy sequence.
         step, dp_rank, cp_rank, index: which micro-batch this is; ``index`` counts from 0 within rank and step.
+        num_indices: how many rollouts, and under ``prompt_mean`` prompt groups, the two columns of indices count.
         num_rollouts, num_prompts, num_tokens: N, P (None where groups were not read) and T of the whole step.
         loss_aggregation, divisor: the mode that ``sample_weights`` are of.
         num_micro_batches: K, on each rank in this step.
@@ -64,6 +67,8 @@ class MicroBatch(Generic[Array]):
     mask_sums: Array
     rollout_mask_sums: Array
     prompt_mask_sums: Array | None
+    rollout_indices: Array
+    prompt_indices: Array | None
     sample_weights: Array
     max_seqlen: int
     is_placeholder: bool
@@ -71,6 +76,7 @@ class MicroBatch(Generic[Array]):
     dp_rank: int
     cp_rank: int
     index: int
+    num_indices: tuple[int, int | None]
     num_rollouts: int
     num_prompts: int | None
     num_tokens: int
@@ -164,9 +170,8 @@ class Packer:
     def _pack(self, plan: Plan, step: int, dp_rank: int, cp_rank: int, index: int) -> MicroBatch[npt.NDArray[Any]]:
         settings, counts, rows, request = plan.settings, plan.steps[step], self._rows, self._request
         at = plan._bounds(step, dp_rank, index)
-        row, total, response, mask_sum, rollout_mask_sum = (
-            plan._slice(column, at).copy()
-            for column in ("row", "total_length", "response_length", "mask_sum", "rollout_mask_sum")
+        row, total, response, mask_sum = (
+            plan._slice(column, at).copy() for column in ("row", "total_length", "response_length", "mask_sum")
         )
         planned = (row, total, response, mask_sum)
         samples, positions, max_seqlen, lengths = rows.size(planned, settings.cut)
@@ -179,7 +184,12 @@ class Packer:
         by_position = _views(ints, [positions] * 4 + [samples + 1] * 2)
         prompts = settings.loss_aggregation == "prompt_mean"
         is_placeholder = len(row) == 0
-        dummy = np.zeros(1, np.int64)
+
+        def per_sample(column: str, dummy: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            values: npt.NDArray[Any] = plan._slice(column, at)
+            return dummy if is_placeholder else values.copy()
+
+        nothing, nowhere = np.zeros(1, np.int64), np.full(1, -1)
         singles = iter(_views(floats[positions * len(request.token_columns) :], [samples] * sum(rows.float_columns)))
         others = iter(_views(doubles, [samples] * (len(rows.float_columns) - sum(rows.float_columns))))
         return MicroBatch(
@@ -190,17 +200,20 @@ class Packer:
             loss_mask=mask,
             cu_seqlens=by_position[4],
             cu_seqlens_padded=by_position[5],
-            rows=dummy - 1 if is_placeholder else row,
-            mask_sums=dummy if is_placeholder else mask_sum,
-            rollout_mask_sums=dummy if is_placeholder else rollout_mask_sum,
-            prompt_mask_sums=(dummy if is_placeholder else plan._slice("prompt_mask_sum", at).copy()) if prompts else None,
-            sample_weights=np.zeros(1) if is_placeholder else plan._slice("sample_weight", at).copy(),
+            rows=nowhere if is_placeholder else row,
+            mask_sums=nothing if is_placeholder else mask_sum,
+            rollout_mask_sums=per_sample("rollout_mask_sum", nothing),
+            prompt_mask_sums=per_sample("prompt_mask_sum", nothing) if prompts else None,
+            rollout_indices=per_sample("rollout_index", nowhere),
+            prompt_indices=per_sample("prompt_index", nowhere) if prompts else None,
+            sample_weights=per_sample("sample_weight", np.zeros(1)),
             max_seqlen=max_seqlen,
             is_placeholder=is_placeholder,
             step=step,
             dp_rank=dp_rank,
             cp_rank=cp_rank,
             index=index,
+            num_indices=plan._unit_counts,
             num_rollouts=counts.num_rollouts,
             num_prompts=counts.num_prompts,
             num_tokens=counts.num_tokens,

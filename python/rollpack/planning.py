@@ -108,7 +108,8 @@ class Plan:
         Columns: ``step``, ``dp_rank``, ``micro_batch``, ``position``, ``row``, ``total_length``, ``mask_sum``,
         ``rollout_mask_sum``, under ``prompt_mean`` ``prompt_mask_sum`` (all int64), and ``sample_weight`` (float64).
         """
-        return pa.Table.from_batches([self._placements]).drop_columns(["response_length"])
+        names = self._placements.schema.names
+        return pa.Table.from_batches([self._placements]).select(names[: names.index("response_length")])
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
         return self.to_arrow().__arrow_c_stream__(requested_schema)
@@ -198,6 +199,15 @@ class Plan:
             imbalance=values["imbalance"],
             _placements=placements.replace_schema_metadata(None),
         )
+
+    def _num_units(self, column: str) -> int:
+        """One more than the largest index of a rollout or a prompt group."""
+        return int(self._placements.column(column).to_numpy().max()) + 1
+
+    @cached_property
+    def _unit_counts(self) -> tuple[int, int | None]:
+        prompts = self.settings.loss_aggregation == "prompt_mean"
+        return self._num_units("rollout_index"), self._num_units("prompt_index") if prompts else None
 
     @cached_property
     def _first_bins(self) -> npt.NDArray[np.int64]:

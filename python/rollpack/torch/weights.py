@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -45,8 +46,14 @@ def weighted_sum(token_loss: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
     Returns:
         A 0-d tensor joined to the graph of ``token_loss``, float64 for a float64 token loss, else float32.
     """
-    scaled = _scaled("token_loss", token_loss, weights)
-    return scaled.sum()
+    _check("token_loss", token_loss, weights)
+    dtype = accumulation_dtype(token_loss)
+    values, weights = token_loss.to(dtype), weights.to(dtype)
+    if values.device.type == "cpu" and not weights.requires_grad and not torch.compiler.is_compiling():
+        total: torch.Tensor = _TestedDot.apply(values, weights)
+        return total
+    # On a device a test of the result would wait for it, and under compile it would break the graph.
+    return (values.masked_fill(weights == 0, 0) * weights).sum()
 
 
 def scale_advantages(advantages: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -70,15 +77,37 @@ def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
+class _TestedDot(torch.autograd.Function):
+    """A dot product that selects only where its result is not finite, which is where selecting makes a difference."""
+
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weights)
+        total = torch.dot(values, weights)
+        if not math.isfinite(total.item()):
+            total = torch.dot(values.masked_fill(weights == 0, 0), weights)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (weights,) = ctx.saved_tensors
+        scaled = grad * weights
+        return scaled if math.isfinite(grad.item()) else scaled.masked_fill(weights == 0, 0), None
+
+
 def _scaled(name: str, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    _check(name, values, weights)
+    dtype = accumulation_dtype(values)
+    return values.to(dtype).masked_fill(weights == 0, 0) * weights.to(dtype)
+
+
+def _check(name: str, values: torch.Tensor, weights: torch.Tensor) -> None:
     _one_dimension(name, values)
     _one_dimension("weights", weights)
     if not values.is_floating_point():
         raise RollpackError(f"{name} is {values.dtype}; it has to be floating")
     if values.shape != weights.shape:
         raise RollpackError(f"{name} has {len(values)} positions and the weights {len(weights)}")
-    dtype = accumulation_dtype(values)
-    return values.to(dtype).masked_fill(weights == 0, 0) * weights.to(dtype)
 
 
 def _one_dimension(name: str, tensor: Any) -> None:

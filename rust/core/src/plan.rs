@@ -71,6 +71,10 @@ pub struct Plan {
     pub rollout_mask_sum: Vec<i64>,
     /// Under `prompt_mean` only.
     pub prompt_mask_sum: Option<Vec<i64>>,
+    /// Which rollout of the whole input, in first-seen order.
+    pub rollout_index: Vec<i64>,
+    /// Which prompt group, under `prompt_mean` only.
+    pub prompt_index: Option<Vec<i64>>,
     pub sample_weight: Vec<f64>,
     pub dropped_rows: Vec<i64>,
     pub oversize_rows: Vec<i64>,
@@ -122,6 +126,7 @@ pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
     let mut plan = Plan {
         offsets: vec![0],
         prompt_mask_sum: (options.mode == Mode::PromptMean).then(Vec::new),
+        prompt_index: (options.mode == Mode::PromptMean).then(Vec::new),
         dropped_rows: cut_into.dropped.iter().map(|s| summary.row[*s]).collect(),
         ..Plan::default()
     };
@@ -246,7 +251,11 @@ impl Plan {
                 self.response_length.push(summary.response_length[sample]);
                 self.mask_sum.push(summary.mask_sum[sample]);
                 self.rollout_mask_sum.push(sums.rollouts[numbered.rollouts[sample]]);
-                if let (Some(column), Some(groups)) = (&mut self.prompt_mask_sum, &numbered.groups) {
+                self.rollout_index.push(numbered.rollouts[sample] as i64);
+                if let (Some(index), Some(column), Some(groups)) =
+                    (&mut self.prompt_index, &mut self.prompt_mask_sum, &numbered.groups)
+                {
+                    index.push(groups[sample] as i64);
                     column.push(sums.groups[groups[sample]]);
                 }
             }
@@ -285,7 +294,7 @@ impl Plan {
         )
     }
 
-    /// One row a placed sample, and last its `response_length`, which packing checks.
+    /// One row a placed sample; the last columns, from `response_length` on, are for packing.
     pub fn to_batch(&self, dp_size: usize) -> Result<RecordBatch> {
         let mut place: [Vec<i64>; 4] = Default::default();
         let mut bounds = self.offsets.windows(2);
@@ -316,6 +325,8 @@ impl Plan {
         columns.extend(self.prompt_mask_sum.as_deref().map(|sums| ("prompt_mask_sum", integers(sums))));
         columns.push(("sample_weight", Arc::new(Float64Array::from(self.sample_weight.clone()))));
         columns.push(("response_length", integers(&self.response_length)));
+        columns.push(("rollout_index", integers(&self.rollout_index)));
+        columns.extend(self.prompt_index.as_deref().map(|index| ("prompt_index", integers(index))));
         let fields: Vec<_> =
             columns.iter().map(|(n, a)| Field::new(*n, a.data_type().clone(), false)).collect();
         let arrays = columns.into_iter().map(|(_, array)| array).collect();
