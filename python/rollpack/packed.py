@@ -33,6 +33,7 @@ _FROM_PLAN = (
     "cp_size",
     "layout",
     "plan_id",
+    "mode_weights",
 )
 
 

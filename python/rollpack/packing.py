@@ -43,6 +43,8 @@ class MicroBatch(Generic[Array]):
         rollout_indices: [S] int64, which rollout of the plan's data each sample belongs to, from 0; -1 for a placeholder.
         prompt_indices: [S] int64, which prompt group; None but under ``prompt_mean``.
         sample_weights: [S] float64, what each trained token of the sample weighs in the step loss.
+        mode_weights: the weights of the other modes that the plan allows for, by mode, [S] float64; filled in by :meth:`to`,
+            so that a device need not be asked for what they are made of.
         columns: the token columns by name, [T] float32, 0 where no response token follows.
         sample_columns: the sample columns by name, [S]: float32 of floats, float64 of integers and booleans; NaN for null.
         max_seqlen: the longest padded sequence.
@@ -89,6 +91,7 @@ class MicroBatch(Generic[Array]):
     plan_id: str
     columns: dict[str, Array] = field(default_factory=dict)
     sample_columns: dict[str, Array] = field(default_factory=dict)
+    mode_weights: dict[str, Array] = field(default_factory=dict)
 
     def to(self, device: str | torch.device) -> MicroBatch[torch.Tensor]:
         """The micro-batch as torch tensors on ``device``.

@@ -167,11 +167,13 @@ def fresh(dtype: torch.dtype, *, critic: bool, cp_group: dist.ProcessGroup | Non
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.float32) + 0.02 * torch.randn_like(parameter, dtype=torch.float32))
+        for embedding in (model.embedding, model.position):  # a float32 of 1 moves in steps that 1e-5 would notice
+            embedding.weight.mul_(0.25)
     return model.to(dtype)
 
 
 def adamw(parameters: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, eps=1e-4)
+    return torch.optim.AdamW(parameters, lr=3e-2, weight_decay=0.1, eps=1e-4)
 
 
 Tensors = dict[str, torch.Tensor]

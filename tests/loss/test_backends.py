@@ -84,7 +84,7 @@ def test_wrong_arguments():
     sizes = {"dp_size": 2, "cp_size": 1, "num_micro_batches": 1}
     with pytest.raises(rollpack.PlanError, match="backend is 'horovod'"):
         gradient_factor("horovod", **sizes)
-    with pytest.raises(rollpack.PlanError, match="accumulation_steps= is for accelerate and deepspeed"):
+    with pytest.raises(rollpack.PlanError, match="accumulation_steps= is for accelerate, deepspeed and hf_trainer"):
         gradient_factor("fsdp", **sizes, accumulation_steps=2)
     with pytest.raises(rollpack.PlanError, match="needs num_tokens"):
         gradient_factor("megatron_per_token", **sizes)

@@ -2,12 +2,17 @@
 
 from rollpack.torch.backends import gradient_factor
 from rollpack.torch.logprobs import token_logprobs
+from rollpack.torch.mesh import Ranks, ranks_of
+from rollpack.torch.metrics import Metrics
 from rollpack.torch.reducer import LossReducer
 from rollpack.torch.weights import scale_advantages, token_weights, weighted_sum
 
 __all__ = [
     "LossReducer",
+    "Metrics",
+    "Ranks",
     "gradient_factor",
+    "ranks_of",
     "scale_advantages",
     "token_logprobs",
     "token_weights",

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from rollpack._errors import PlanError
 
-BACKENDS = ("none", "ddp", "fsdp", "accelerate", "deepspeed", "megatron", "megatron_legacy", "megatron_per_token")
+BACKENDS = (
+    "none",
+    "ddp",
+    "fsdp",
+    "accelerate",
+    "deepspeed",
+    "hf_trainer",
+    "hf_trainer_scaled",
+    "hf_trainer_num_items",
+    "megatron",
+    "megatron_legacy",
+    "megatron_per_token",
+)
 
 
 def gradient_factor(
@@ -19,17 +31,29 @@ def gradient_factor(
 ) -> int:
     """What each rank's partial sum is multiplied by, so that the trainer's gradient is that of the step loss.
 
-    ======================  ==============================================================  =======
-    backend                 what the trainer does                                           factor
-    ======================  ==============================================================  =======
-    ``none``                nothing (one process), or it sums over ranks                    1
-    ``ddp``, ``fsdp``       averages over the dp x cp group                                 D C
-    ``accelerate``          averages over ranks, divides the loss by its configured G       D C G
-    ``deepspeed``           the same                                                        D C G
-    ``megatron``            three values returned, count 1: averages over D C, divides by K K D C
-    ``megatron_legacy``     two values: as above, and the schedule multiplies by C          K D
-    ``megatron_per_token``  divides by the all-reduced token count, which is T              T
-    ======================  ==============================================================  =======
+    ========================  ==============================================================  =======
+    backend                   what the trainer does                                           factor
+    ========================  ==============================================================  =======
+    ``none``                  nothing (one process), or it sums over ranks                    1
+    ``ddp``, ``fsdp``         averages over the dp x cp group                                 D C
+    ``accelerate``            averages over ranks, divides the loss by its configured G       D C G
+    ``deepspeed``             the same                                                        D C G
+    ``hf_trainer``            the same, with the micro-batches of its window for G            D C G
+    ``hf_trainer_scaled``     takes the loss as it is, averages over ranks                    D C
+    ``hf_trainer_num_items``  multiplies the loss by the number of processes, then averages   1
+    ``megatron``              three values returned, count 1: averages over D C, divides by K K D C
+    ``megatron_legacy``       two values: as above, and the schedule multiplies by C          K D
+    ``megatron_per_token``    divides by the all-reduced token count, which is T              T
+    ========================  ==============================================================  =======
+
+    Hugging Face's Trainer divides the loss by the number of micro-batches in its window
+    (``trainer.current_gradient_accumulation_steps``, which the end of an epoch cuts short), unless it takes the loss for
+    scaled already. Which it does is said by ``loss_is_scaled_for_ga`` of your subclass that overrides ``compute_loss``:
+    False is ``hf_trainer``, True is ``hf_trainer_scaled``. Left at None, the loss counts as scaled if the Trainer has a
+    ``compute_loss_func``, or if the model's forward takes ``**kwargs`` and the inputs have ``labels``. If it has, and you
+    do not override ``compute_loss``, the Trainer also multiplies by the number of processes wherever the inputs have
+    ``labels`` and ``average_tokens_across_devices`` is set (as it is by default): ``hf_trainer_num_items``. It clips
+    gradients to 1.0 unless ``max_grad_norm`` is 0.
 
     Args:
         backend: one of the names above.
@@ -37,7 +61,8 @@ def gradient_factor(
         cp_size: C. Gradients have to be averaged over the dp x cp group: a group without cp would count cp twice.
         num_micro_batches: K, of each rank in this step.
         num_tokens: T of the step, for ``megatron_per_token``.
-        accumulation_steps: G, the ``gradient_accumulation_steps`` that Accelerate or DeepSpeed is configured with.
+        accumulation_steps: G, the ``gradient_accumulation_steps`` that Accelerate or DeepSpeed is configured with, or the
+            micro-batches in the window of the Trainer.
         own_accumulation_boundary: says that you set the boundary of the optimizer step yourself, so that G may differ
             from K.
 
@@ -48,15 +73,15 @@ def gradient_factor(
     for name, size in sizes.items():
         if size < 1:
             raise PlanError(f"{name} is {size}; it has to be at least 1")
-    accumulates = backend in {"accelerate", "deepspeed"}
+    accumulates = backend in {"accelerate", "deepspeed", "hf_trainer"}
     if not accumulates and (accumulation_steps is not None or own_accumulation_boundary):
-        raise PlanError(f"accumulation_steps= is for accelerate and deepspeed; backend {backend!r} takes none")
+        raise PlanError(f"accumulation_steps= is for accelerate, deepspeed and hf_trainer; backend {backend!r} takes none")
     match backend:
-        case "none":
+        case "none" | "hf_trainer_num_items":
             return 1
-        case "ddp" | "fsdp":
+        case "ddp" | "fsdp" | "hf_trainer_scaled":
             return dp_size * cp_size
-        case "accelerate" | "deepspeed":
+        case "accelerate" | "deepspeed" | "hf_trainer":
             steps = _accumulation(backend, accumulation_steps, num_micro_batches, own_accumulation_boundary)
             return dp_size * cp_size * steps
         case "megatron":

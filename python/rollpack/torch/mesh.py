@@ -31,29 +31,42 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
     Raises:
         PlanError: the mesh has no data-parallel dimension.
     """
-    names = mesh.mesh_dim_names or ()
-    data = [name for name in names if name.startswith("dp") or name in {"ddp", "fsdp", "hsdp"}]
-    if not data:
-        raise PlanError(f"the mesh has dimensions {list(names)}, none of which is data-parallel; name one 'dp' (and one 'cp')")
     dp_size, dp_rank = 1, 0
-    for name in data:
+    for name in _data_dimensions(mesh):
         size = mesh[name].size()
         dp_size, dp_rank = dp_size * size, dp_rank * size + mesh.get_local_rank(name)
-    if "cp" not in names:
+    if not _context_dimension(mesh):
         return Ranks(dp_size, 1, dp_rank, 0)
     return Ranks(dp_size, mesh["cp"].size(), dp_rank, mesh.get_local_rank("cp"))
 
 
-def groups_of(mesh: Mesh | None, *, over_cp: bool) -> list[torch.distributed.ProcessGroup | None]:
-    """The groups to reduce over, one after the other, to have a sum over dp, or over dp x cp. Empty: one process."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return []
-    if mesh is None:
-        return [None]
+def _data_dimensions(mesh: DeviceMesh) -> list[str]:
+    names = mesh.mesh_dim_names or ()
+    data = [name for name in names if name.startswith("dp") or name in {"ddp", "fsdp", "hsdp"}]
+    if not data:
+        raise PlanError(f"the mesh has dimensions {list(names)}, and none is data-parallel; name one 'dp' (and one 'cp')")
+    return data
+
+
+def _context_dimension(mesh: DeviceMesh) -> list[str]:
+    return [name for name in mesh.mesh_dim_names or () if name == "cp"]
+
+
+def reducing_groups(mesh: Mesh | None, size: int) -> list[torch.distributed.ProcessGroup | None]:
+    """The groups to reduce over, one after the other, for a sum over ``size`` ranks, which are all of dp x cp.
+
+    Raises:
+        PlanError: it cannot be told which processes these are.
+    """
+    running = torch.distributed.is_available() and torch.distributed.is_initialized()
+    world = torch.distributed.get_world_size() if running else 1
     if isinstance(mesh, torch.distributed.ProcessGroup):
         return [mesh]
-    names = [n for n in mesh.mesh_dim_names or () if n.startswith("dp") or n in {"ddp", "fsdp", "hsdp"} or (n == "cp" and over_cp)]
-    return [mesh.get_group(name) for name in names]
+    if mesh is not None:
+        return [mesh.get_group(name) for name in [*_data_dimensions(mesh), *_context_dimension(mesh)]]
+    if world != size:
+        raise PlanError(f"the plan is for {size} dp x cp ranks, and {world} processes run; pass LossReducer(mesh=...)")
+    return [None] if running else []
 
 
 def check_sizes(mesh: Mesh | None, dp_size: int, cp_size: int) -> None:
@@ -72,12 +85,12 @@ def check_sizes(mesh: Mesh | None, dp_size: int, cp_size: int) -> None:
                 "have to be averaged over the dp x cp group, or cp would count double"
             )
         if size != dp_size * cp_size:
-            raise PlanError(f"the process group has {size} ranks, and the plan was made for dp {dp_size} x cp {cp_size}")
+            raise PlanError(f"the process group has {size} ranks, and the plan is for dp {dp_size} x cp {cp_size}")
         return
     ranks = ranks_of(mesh)
     if (ranks.dp_size, ranks.cp_size) != (dp_size, cp_size):
-        without = " (gradients have to be averaged over the dp x cp group: give the mesh a 'cp' dimension)"
+        without = ": gradients have to be averaged over the dp x cp group, so give the mesh a 'cp' dimension"
         raise PlanError(
-            f"the mesh has dp {ranks.dp_size} x cp {ranks.cp_size}, and the plan was made for dp {dp_size} x cp {cp_size}"
-            + (without if ranks.cp_size == 1 < cp_size else "")
+            f"the mesh has dp {ranks.dp_size} x cp {ranks.cp_size}, and the plan is for dp {dp_size} x cp {cp_size}"
+            + (without if not _context_dimension(mesh) and cp_size > 1 else "")
         )

@@ -2,47 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
+from weakref import WeakKeyDictionary
 
-import numpy as np
 import torch
 
 from rollpack._errors import PlanError, RollpackError
 from rollpack.packing import MicroBatch
 from rollpack.torch.backends import BACKENDS, gradient_factor
-from rollpack.torch.weights import accumulation_dtype, token_weights, weighted_sum
-from rollpack.weights import sample_weights
+from rollpack.torch.batches import as_tensor
+from rollpack.torch.masks import StepMasks, check_mask
+from rollpack.torch.mesh import Mesh, check_sizes
+from rollpack.torch.weights import accumulation_dtype, mode_weights, token_weights, weighted_sum
 
 
 class LossReducer:
     """Reduces token losses so that the trainer's gradient is that of the step loss, however the batch is cut.
 
     Every rank calls it for each of its micro-batches and back-propagates what it returns. All that it needs to know of
-    the step travels in the micro-batch.
+    the step travels in the micro-batch. Every term that is back-propagated goes through it: regularisers (KL, entropy) and
+    a critic's value loss with ``loss_aggregation="sample_mean"`` unless you want another.
 
     Args:
         backend: what the trainer does to gradients; see :func:`rollpack.torch.gradient_factor`. It may be left out in one
             process only, where nothing is averaged.
+        mesh: the DeviceMesh (dimensions ``dp...`` and ``cp``), or the process group over which gradients are averaged (dp
+            x cp). Where it is given, each micro-batch's plan is compared with it.
         accumulation_steps: the ``gradient_accumulation_steps`` that Accelerate or DeepSpeed is configured with.
         own_accumulation_boundary: you set the boundary of the optimizer step yourself, so that these may differ from K.
+        denominators: ``original`` keeps those of the plan where a mask is changed; ``current`` takes those of the masks
+            given to :meth:`set_masks`.
     """
 
     def __init__(
         self,
         *,
         backend: str | None = None,
+        mesh: Mesh | None = None,
         accumulation_steps: int | None = None,
         own_accumulation_boundary: bool = False,
+        denominators: str = "original",
     ) -> None:
         if backend is not None and backend not in BACKENDS:
             raise PlanError(f"backend is {backend!r}; it has to be one of {', '.join(BACKENDS)}")
+        if denominators not in {"original", "current"}:
+            raise PlanError(f"denominators is {denominators!r}; it has to be original or current")
         self.backend = backend
+        self.mesh = mesh
         self.accumulation_steps = accumulation_steps
         self.own_accumulation_boundary = own_accumulation_boundary
+        self.denominators = denominators
+        self._masks: StepMasks | None = None
+        self._seen: _Seen | None = None
+        # Weights are worked out once for a micro-batch, however many terms of the loss are reduced.
+        self._weights: WeakKeyDictionary[MicroBatch[Any], dict[Any, torch.Tensor]] = WeakKeyDictionary()
 
     def __repr__(self) -> str:
         steps = "" if self.accumulation_steps is None else f", accumulation_steps={self.accumulation_steps}"
-        return f"LossReducer(backend={self.backend!r}{steps})"
+        return f"LossReducer(backend={self.backend!r}{steps}, denominators={self.denominators!r})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_weights": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _weights=WeakKeyDictionary())
 
     def __call__(
         self,
@@ -61,7 +86,7 @@ class LossReducer:
             loss_aggregation: another mode than the plan's, for regularisers such as KL. ``prompt_mean`` and ``constant``
                 only where the plan is of that mode.
             loss_mask: [T] bool, a mask that was changed since: the numerator takes it, the denominators stay. It can take
-                tokens out, not add any.
+                tokens out, not add any. Under ``denominators="current"`` the masks of :meth:`set_masks` are taken instead.
 
         Returns:
             A 0-d tensor, joined to the graph of ``token_loss`` even where nothing is trained; float64 for a float64
@@ -69,12 +94,12 @@ class LossReducer:
 
         Raises:
             RollpackError: shapes or dtypes are not those above.
-            PlanError: the backend is missing, or does not go with this micro-batch.
+            PlanError: the backend is missing, or does not go with this micro-batch, or the micro-batch is not one of the
+                step that is under way.
         """
         if self.backend == "megatron_per_token":
             raise PlanError("backend 'megatron_per_token' returns a loss and a count: call reducer.loss_and_count(...)")
-        factor = self._factor(micro_batch)
-        return self._partial(token_loss, micro_batch, loss_aggregation, loss_mask) * factor
+        return self._partial(token_loss, micro_batch, loss_aggregation, loss_mask) * self._factor(micro_batch)
 
     def loss_and_count(
         self,
@@ -95,8 +120,53 @@ class LossReducer:
         if self.backend != "megatron_per_token":
             raise PlanError(f"loss_and_count is for backend 'megatron_per_token', and this reducer has {self.backend!r}")
         loss = self._partial(token_loss, micro_batch, loss_aggregation, loss_mask) * self._factor(micro_batch)
-        count = _tensor(micro_batch.loss_mask, token_loss.device).sum(dtype=torch.int32)
-        return loss, count
+        return loss, as_tensor(micro_batch.loss_mask, token_loss.device).sum(dtype=torch.int32)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Watch over one optimizer step: each of this rank's micro-batches once, and none of another step.
+
+        Several terms of the loss may be reduced for a micro-batch, one after the other.
+
+        Raises:
+            PlanError: a micro-batch of another plan, step or rank, one that comes again after others, or, at the end, some
+                that were left out.
+        """
+        if self._seen is not None:
+            raise PlanError("a step is under way already; one optimizer step ends before the next begins")
+        self._seen = _Seen()
+        try:
+            yield
+            self._seen.finish()
+        finally:
+            self._seen = None
+
+    def set_masks(self, micro_batches: Sequence[MicroBatch[Any]], masks: Sequence[torch.Tensor], *, cut: bool) -> None:
+        """Give the changed masks of a whole step, before its first backward, for ``denominators="current"``.
+
+        M_r, M_g and T become those of these masks, all-reduced once over the ranks (of ``mesh``, else of all processes);
+        N and P stay. Every rank has to call it. From then on the reducer takes these masks for these micro-batches.
+
+        Args:
+            micro_batches: all of this rank's micro-batches of the step.
+            masks: one bool tensor each. They can take tokens out, not add any.
+            cut: whether the masks are cut over cp ranks. True: [T], as ``micro_batch.loss_mask``, about the token after
+                each position. False: each cp rank has the whole, [cu_seqlens[-1]], where token p of sample s is at
+                ``cu_seqlens[s] + p``.
+
+        Raises:
+            PlanError: the reducer keeps original denominators, or micro-batches are missing or of different steps.
+            RollpackError: a mask has another dtype or shape.
+        """
+        if self.denominators != "current":
+            raise PlanError("set_masks is for LossReducer(denominators='current'); loss_mask= keeps the original ones")
+        seen = _Seen()
+        for micro_batch in micro_batches:
+            check_sizes(self.mesh, micro_batch.dp_size, micro_batch.cp_size)
+            seen.add(micro_batch)
+        seen.finish()
+        self._weights.clear()
+        self._masks = StepMasks(micro_batches, masks, cut=cut, mesh=self.mesh)
 
     def _factor(self, micro_batch: MicroBatch[Any]) -> int:
         backend = self.backend
@@ -127,45 +197,69 @@ class LossReducer:
         loss_aggregation: str | None,
         loss_mask: torch.Tensor | None,
     ) -> torch.Tensor:
+        check_sizes(self.mesh, micro_batch.dp_size, micro_batch.cp_size)
         positions = len(micro_batch.tokens)
         if token_loss.shape != (positions,):
             raise RollpackError(
                 f"token_loss has shape {list(token_loss.shape)}, and this micro-batch has {positions} positions: one loss "
                 "each, masked and padded ones included"
             )
-        device = token_loss.device
-        mask = _tensor(micro_batch.loss_mask, device)
+        if self._seen is not None:
+            self._seen.add(micro_batch)
+        if self.denominators == "current" and loss_mask is not None:
+            raise PlanError("under denominators='current' masks go into reducer.set_masks(...), before the first backward")
+        weights = self._token_weights(token_loss, micro_batch, loss_aggregation or micro_batch.loss_aggregation)
         if loss_mask is not None:
-            if loss_mask.dtype != torch.bool or loss_mask.shape != (positions,):
-                raise RollpackError(
-                    f"loss_mask is {loss_mask.dtype} of shape {list(loss_mask.shape)}; it has to be bool [{positions}]. "
-                    "Importance weights go into token_loss"
-                )
-            mask = mask & loss_mask
-        per_sample = _tensor(_weights(micro_batch, loss_aggregation), device).to(accumulation_dtype(token_loss))
-        segment_ids = _tensor(micro_batch.segment_ids, device)
-        return weighted_sum(token_loss, token_weights(mask, segment_ids, per_sample))
+            weights = weights.masked_fill(~check_mask("loss_mask", loss_mask, positions), 0)
+        return weighted_sum(token_loss, weights)
+
+    def _token_weights(self, token_loss: torch.Tensor, micro_batch: MicroBatch[Any], mode: str) -> torch.Tensor:
+        device, dtype = token_loss.device, accumulation_dtype(token_loss)
+        if torch.compiler.is_compiling():  # a graph has no place for a cache
+            return self._make_weights(micro_batch, mode, device, dtype)
+        known = self._weights.setdefault(micro_batch, {})
+        if (mode, device, dtype) not in known:
+            known[mode, device, dtype] = self._make_weights(micro_batch, mode, device, dtype)
+        return known[mode, device, dtype]
+
+    def _make_weights(
+        self, micro_batch: MicroBatch[Any], mode: str, device: torch.device, dtype: torch.dtype
+    ) -> torch.Tensor:
+        if self.denominators == "current":
+            if self._masks is None:
+                raise PlanError("denominators='current' needs the masks of the step first: call reducer.set_masks(...)")
+            mask, per_sample = self._masks.of(micro_batch, mode)
+        else:
+            mask, per_sample = micro_batch.loss_mask, mode_weights(micro_batch, mode)
+        segment_ids = as_tensor(micro_batch.segment_ids, device)
+        return token_weights(as_tensor(mask, device), segment_ids, as_tensor(per_sample, device).to(dtype))
 
 
-def _weights(micro_batch: MicroBatch[Any], loss_aggregation: str | None) -> Any:
-    """[S] float64: the weights that were planned, or those of another mode."""
-    if loss_aggregation is None or loss_aggregation == micro_batch.loss_aggregation:
-        return micro_batch.sample_weights
-    return sample_weights(
-        loss_aggregation,
-        rollout_mask_sums=_array(micro_batch.rollout_mask_sums),
-        prompt_mask_sums=None if micro_batch.prompt_mask_sums is None else _array(micro_batch.prompt_mask_sums),
-        num_rollouts=micro_batch.num_rollouts,
-        num_prompts=micro_batch.num_prompts,
-        num_tokens=micro_batch.num_tokens,
-    )
+class _Seen:
+    """The micro-batches of one step that went by."""
 
+    def __init__(self) -> None:
+        self._first: MicroBatch[Any] | None = None
+        self._last = -1
+        self._indices: set[int] = set()
 
-def _array(value: Any) -> Any:
-    return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
+    def add(self, micro_batch: MicroBatch[Any]) -> None:
+        first = self._first = self._first or micro_batch
+        for name in ("plan_id", "step", "dp_rank", "cp_rank"):
+            here, there = getattr(first, name), getattr(micro_batch, name)
+            if here != there:
+                raise PlanError(f"this micro-batch has {name} {there}, and the step under way is of {name} {here}")
+        if micro_batch.index in self._indices and micro_batch.index != self._last:
+            raise PlanError(f"micro-batch {micro_batch.index} comes a second time in this step")
+        self._last = micro_batch.index
+        self._indices.add(micro_batch.index)
 
-
-def _tensor(value: Any, device: torch.device) -> torch.Tensor:
-    if isinstance(value, np.ndarray) and not value.flags.writeable:
-        value = value.copy()
-    return torch.as_tensor(value, device=device)
+    def finish(self) -> None:
+        if self._first is None:
+            raise PlanError("the step ended without a micro-batch")
+        missing = sorted(set(range(self._first.num_micro_batches)) - self._indices)
+        if missing:
+            raise PlanError(
+                f"step {self._first.step} has {self._first.num_micro_batches} micro-batches on this rank, and "
+                f"{', '.join(map(str, missing))} did not come"
+            )

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 
 from rollpack._errors import RollpackError
+from rollpack.packing import MicroBatch
+from rollpack.weights import sample_weights
 
 
 def token_weights(loss_mask: torch.Tensor, segment_ids: torch.Tensor, sample_weights: torch.Tensor) -> torch.Tensor:
@@ -70,6 +72,28 @@ def scale_advantages(advantages: torch.Tensor, weights: torch.Tensor) -> torch.T
         [T], exactly 0 where the weight is 0, float64 for float64 advantages, else float32.
     """
     return _scaled("advantages", advantages, weights)
+
+
+def mode_weights(micro_batch: MicroBatch[Any], mode: str) -> Any:
+    """[S] float64: the weights that were planned, or those of another mode."""
+    if mode == micro_batch.loss_aggregation:
+        return micro_batch.sample_weights
+    if mode in micro_batch.mode_weights:
+        return micro_batch.mode_weights[mode]
+    prompts = micro_batch.prompt_mask_sums
+    return sample_weights(
+        mode,
+        rollout_mask_sums=host_array(micro_batch.rollout_mask_sums),
+        prompt_mask_sums=None if prompts is None else host_array(prompts),
+        num_rollouts=micro_batch.num_rollouts,
+        num_prompts=micro_batch.num_prompts,
+        num_tokens=micro_batch.num_tokens,
+    )
+
+
+def host_array(value: Any) -> Any:
+    """A tensor or array as a numpy array."""
+    return value.cpu().numpy() if isinstance(value, torch.Tensor) else value
 
 
 def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:

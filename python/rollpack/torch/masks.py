@@ -1,0 +1,90 @@
+"""Masks that were changed since the plan, and the denominators that go with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from rollpack._errors import PlanError, RollpackError
+from rollpack.packing import MicroBatch
+from rollpack.torch.batches import as_tensor
+from rollpack.torch.mesh import Mesh, reducing_groups
+from rollpack.torch.weights import host_array
+from rollpack.weights import sample_weights
+
+
+def check_mask(name: str, mask: torch.Tensor, length: int) -> torch.Tensor:
+    """``mask``, if it is [length] bool."""
+    if mask.dtype != torch.bool or mask.shape != (length,):
+        raise RollpackError(
+            f"{name} is {mask.dtype} of shape {list(mask.shape)}; it has to be bool [{length}]. Importance weights go into "
+            "token_loss"
+        )
+    return mask
+
+
+class StepMasks:
+    """The masks of one step, with the mask sums of their rollouts and groups over all ranks.
+
+    See :meth:`rollpack.torch.LossReducer.set_masks` for the arguments.
+    """
+
+    def __init__(
+        self, micro_batches: Sequence[MicroBatch[Any]], masks: Sequence[torch.Tensor], *, cut: bool, mesh: Mesh | None
+    ) -> None:
+        if len(micro_batches) != len(masks):
+            raise RollpackError(f"there are {len(micro_batches)} micro-batches and {len(masks)} masks; give one each")
+        first = micro_batches[0]
+        device = masks[0].device
+        rollouts, prompts = first.num_indices
+        # All sums in one tensor, so that one collective a group is enough.
+        sums = torch.zeros(rollouts + (prompts or 0), dtype=torch.int64, device=device)
+        self._masks: dict[int, torch.Tensor] = {}
+        for n, (micro_batch, mask) in enumerate(zip(micro_batches, masks, strict=True)):
+            local, per_sample = _local(f"masks[{n}]", micro_batch, mask, cut=cut)
+            self._masks[micro_batch.index] = local
+            if not micro_batch.is_placeholder:
+                sums.index_add_(0, as_tensor(micro_batch.rollout_indices, device), per_sample)
+                if prompts is not None:
+                    sums.index_add_(0, as_tensor(micro_batch.prompt_indices, device) + rollouts, per_sample)
+        for group in reducing_groups(mesh, first.dp_size * first.cp_size):
+            torch.distributed.all_reduce(sums, group=group)
+        self._step = first.plan_id, first.step
+        host = sums.cpu().numpy()
+        self._rollout_sums, self._prompt_sums = host[:rollouts], host[rollouts:] if prompts is not None else None
+        self._num_tokens = int(self._rollout_sums.sum())
+
+    def of(self, micro_batch: MicroBatch[Any], mode: str) -> tuple[torch.Tensor, Any]:
+        """The mask [T] of this rank, and the sample weights [S] of ``mode``."""
+        if (micro_batch.plan_id, micro_batch.step) != self._step:
+            raise PlanError("the masks that were set are of another step: call reducer.set_masks(...) for each step")
+        at = host_array(micro_batch.rollout_indices)
+        prompts = self._prompt_sums
+        weights = sample_weights(
+            mode,
+            rollout_mask_sums=self._rollout_sums[at],
+            prompt_mask_sums=None if prompts is None else prompts[host_array(micro_batch.prompt_indices)],
+            num_rollouts=micro_batch.num_rollouts,
+            num_prompts=micro_batch.num_prompts,
+            num_tokens=self._num_tokens,
+            divisor=micro_batch.divisor if mode == micro_batch.loss_aggregation else None,
+        )
+        return self._masks[micro_batch.index], weights
+
+
+def _local(name: str, micro_batch: MicroBatch[Any], mask: torch.Tensor, *, cut: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask at this rank's positions [T], and its sum per sample [S]. Each trained token is on one cp rank."""
+    trained, segment_ids = (as_tensor(x, mask.device) for x in (micro_batch.loss_mask, micro_batch.segment_ids))
+    if cut:
+        local = check_mask(name, mask, len(trained)) & trained
+    else:
+        starts, position_ids = (as_tensor(x, mask.device) for x in (micro_batch.cu_seqlens, micro_batch.position_ids))
+        check_mask(name, mask, int(starts[-1]))
+        # Where no token follows, any will do: it is not trained.
+        following = starts[segment_ids.clamp(min=0).long()].long() + position_ids + 1
+        local = mask[following.clamp(max=len(mask) - 1)] & trained
+    sums = torch.zeros(len(micro_batch.rows), dtype=torch.int64, device=mask.device)
+    sums.index_add_(0, segment_ids.clamp(min=0).long(), local.long())
+    return local, sums

@@ -1,0 +1,212 @@
+"""Runs cases in real processes: one start per number of ranks, and nothing that hangs for long.
+
+``run`` starts this file as a program, which imports the libraries once and forks the ranks. Rank 0 writes a line of JSON
+for each case that is done. A rank that fails, or a case that takes too long, ends its processes; the other cases go on in
+new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+from cases import TRAINERS, Case
+
+HERE = Path(__file__).parent
+#: Seconds that one case may take, of which its collectives may wait for so many.
+CASE_LIMIT, COLLECTIVE_LIMIT = 90, 60
+
+Result = dict[str, Any]  # gradient, weights, loss: deviations; seconds; or error
+
+
+def run(cases: Sequence[Case], *, limit: float) -> dict[Case, Result]:
+    """Each case's result, and under ``error`` why there is none."""
+    with tempfile.TemporaryDirectory() as folder:
+        todo, results, log = (Path(folder) / name for name in ("todo", "results", "log"))
+        todo.write_text(json.dumps(cases))
+        results.touch()
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                [sys.executable, __file__, todo, results], cwd=folder, stdout=out, stderr=out, start_new_session=True
+            )
+            try:
+                process.wait(limit)
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)  # its own session: it and its ranks
+                process.wait()
+        lines = [json.loads(line) for line in results.read_text().splitlines()]
+        done = {Case(*case): result for case, result in lines}
+        tail = "\n".join(log.read_text().splitlines()[-30:])
+    return {case: done.get(case, {"error": f"not reached within {limit} s\n{tail}"}) for case in cases}
+
+
+def main(todo: str, results: str) -> None:
+    cases = [Case(*case) for case in json.loads(Path(todo).read_text())]
+    preload({TRAINERS[case.trainer] for case in cases})
+    work = Work()
+    for case in cases:
+        work.truth(case)
+    for size, of_size in groupby(cases, key=lambda case: case.ranks):
+        left = list(of_size)
+        while left:
+            left = left[start(size, left, work, results) :]
+
+
+def preload(libraries: Iterable[str]) -> None:
+    """Import what the cases need, once for all ranks."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ |= {"DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    if "accelerate" in libraries:
+        import accelerate  # noqa: F401
+    if "transformers" in libraries:
+        from transformers import Trainer  # noqa: F401
+    if "deepspeed" in libraries:
+        import deepspeed  # noqa: F401
+    if "megatron" in libraries:
+        import megatron.core.distributed
+        import megatron.core.pipeline_parallel.schedules
+        import megatron.core.transformer  # noqa: F401
+
+
+class Work:
+    """The rollouts and the truth about them, made before the ranks are forked."""
+
+    def __init__(self) -> None:
+        import tiny
+
+        self.tiny = tiny
+        self.table = tiny.rollouts()
+        self.truths: dict[tuple[str, bool], tiny.Truth] = {}
+
+    def truth(self, case: Case) -> Any:
+        key = (case.mode, case.critic)
+        if key not in self.truths:
+            self.truths[key] = self.tiny.Truth(self.table, case.mode, critic=case.critic)
+        return self.truths[key]
+
+    def measure(self, case: Case) -> Result:
+        """Train as the case says, in this rank, and compare. The worst rank counts."""
+        import torch
+        import torch.distributed as dist
+        import trainers
+
+        import rollpack
+        from rollpack.testing import Cut
+
+        started = time.monotonic()
+        cut = Cut(case.dp_size, case.cp_size, case.layout, case.max_tokens_per_gpu)
+        divisor = self.tiny.DIVISOR if case.mode == "constant" else None
+        plan = cut.plan(self.table, loss_aggregation=case.mode, divisor=divisor)
+        dp_rank, cp_rank = divmod(dist.get_rank(), case.cp_size)
+        packed = rollpack.pack(self.table, plan, dp_rank=dp_rank, cp_rank=cp_rank, token_columns=["advantages"])
+        group = trainers.cp_group(case.dp_size, case.cp_size)
+        model = self.tiny.fresh(getattr(torch, case.dtype), critic=case.critic, cp_group=group)
+        job = trainers.Job(model, [m.to("cpu") for m in packed], case.dp_size, case.cp_size)
+        trainers.TRAINERS[case.trainer](job)
+
+        truth = self.truth(case)
+        weights = self.tiny.copy(job.model, lambda p: p)
+        errors = torch.tensor([truth.gradient_error(job.gradient), truth.weights_error(weights)], dtype=torch.float64)
+        errors = errors.nan_to_num(nan=float("inf"))
+        dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+        gradient, moved = errors.tolist()
+        seconds = round(time.monotonic() - started, 3)
+        return {"gradient": gradient, "weights": moved, "K": job.accumulation_steps, "seconds": seconds}
+
+
+def start(size: int, cases: Sequence[Case], work: Work, results: str) -> int:
+    """Fork ``size`` ranks that run the cases in turn. Returns how many are done with, failed ones included."""
+    before = len(_lines(results))
+    with tempfile.TemporaryDirectory() as folder:
+        port, pids = _free_port(), []
+        for rank in range(size):
+            pid = os.fork()
+            if pid == 0:
+                _rank(rank, size, cases, work, results, folder, port)
+            pids.append(pid)
+        done, since, failed = before, time.monotonic(), ""
+        alive = set(pids)
+        while alive and not failed:
+            time.sleep(0.05)
+            for pid in list(alive):
+                if os.waitpid(pid, os.WNOHANG)[0]:
+                    alive.discard(pid)
+            if (now := len(_lines(results))) > done:
+                done, since = now, time.monotonic()
+            if errors := sorted(Path(folder).glob("error*"), key=os.path.getmtime):
+                failed = errors[0].read_text()
+            elif done - before < len(cases) and len(alive) < size:
+                time.sleep(1)  # for the error to be written
+                failed = "".join(e.read_text() for e in Path(folder).glob("error*")) or "a rank ended without a word"
+            elif time.monotonic() - since > CASE_LIMIT:
+                failed = f"took more than {CASE_LIMIT} s"
+        for pid in alive:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    done = len(_lines(results)) - before
+    if failed and done < len(cases):
+        _write(results, cases[done], {"error": failed})
+        done += 1
+    return done
+
+
+def _rank(rank: int, size: int, cases: Sequence[Case], work: Work, results: str, folder: str, port: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    try:
+        torch.set_num_threads(1)
+        at = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "MASTER_PORT": port}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1"} | {name: str(value) for name, value in at.items()}
+        wait = timedelta(seconds=COLLECTIVE_LIMIT)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=wait)
+        for case in cases:
+            result = work.measure(case)
+            if rank == 0:
+                _write(results, case, result)
+        dist.barrier()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        unfinished = Path(folder) / f"writing{rank}"
+        unfinished.write_text(traceback.format_exc())
+        unfinished.rename(Path(folder) / f"error{rank}")
+        os._exit(1)
+
+
+def _write(results: str, case: Case, result: Result) -> None:
+    with open(results, "a") as out:
+        out.write(json.dumps([case, result]) + "\n")
+
+
+def _lines(results: str) -> list[str]:
+    return Path(results).read_text().splitlines()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,55 @@
+"""One process of the gloo run in test_metrics.py: ``python metrics_worker.py RANK WORLD STORE TABLE OUT``.
+
+It takes the whole run through several layouts, so that one start of processes serves them all, and writes what every
+layout logged, with the number of collectives, as JSON.
+"""
+
+import json
+import sys
+
+import pyarrow.parquet as pq
+import torch
+from test_metrics import DECLARED, STEPS, fill
+
+from rollpack.torch import Metrics
+
+
+def main(rank, world, store, path, out):
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    table = pq.read_table(path)
+    gather, calls = torch.distributed.all_gather_into_tensor, []
+
+    def counted(*arguments, **keywords):
+        calls.append(len(arguments[1]))
+        return gather(*arguments, **keywords)
+
+    torch.distributed.all_gather_into_tensor = counted
+    logged = {}
+    for cp_size in [c for c in (1, 2, 4) if c <= world]:
+        dp_size = world // cp_size
+        metrics = Metrics(DECLARED)
+        fill(metrics, table, [divmod(rank, cp_size)], dp_size=dp_size, cp_size=cp_size, max_tokens_per_gpu=8)
+        logged[f"{dp_size}x{cp_size}"] = metrics.log()
+        assert metrics.log() == dict.fromkeys((n for n, k in DECLARED.items() if k not in {"min", "max", "count"}), 0.0)
+    assert STEPS == 2
+    # Ranks that declared something else are told, all of them.
+    other = Metrics({"a": "max"} if rank else {"a": "min"})
+    try:
+        other.log()
+    except ValueError as error:
+        logged["error"] = str(error)
+    # As are processes that are not the dp x cp ranks of the plan: here each runs the whole of it.
+    metrics = Metrics(DECLARED)
+    fill(metrics, table, [(0, 0)], dp_size=1, cp_size=1, max_tokens_per_gpu=100)
+    try:
+        metrics.log()
+    except ValueError as error:
+        logged["group"] = str(error)
+    with open(f"{out}.{rank}", "w") as file:
+        json.dump({"logged": logged, "calls": calls}, file)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

@@ -1,0 +1,334 @@
+"""Metrics: what each normaliser means, that no cut changes it, and that one collective gathers all."""
+
+import json
+import math
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from examples import EXAMPLES, MODES, Example
+
+import rollpack
+from rollpack.torch import LossReducer, Metrics
+
+DECLARED = {
+    "loss": "prompt_mean",
+    "kl": "sample_mean",
+    "entropy": "token_mean",
+    "clipped": "count",
+    "tokens": "none",
+    "ratio_max": "max",
+    "ratio_min": "min",
+    "on_rank_0": "none",
+    "never": "sample_mean",
+    "never_max": "max",
+}
+STEPS = 2
+TWO_STEPS = Example(
+    losses=EXAMPLES["four_samples"].losses + EXAMPLES["all_apart"].losses,
+    masks=EXAMPLES["four_samples"].masks + EXAMPLES["all_apart"].masks,
+    rollouts=list(range(8)),
+    groups=[0, 0, 1, 1, 2, 2, 3, 3],
+    expected={},
+)
+#: The trained losses are 4 1 2 3 10 20 1 2 3 (sum 46) and 10 2 2 2 4 4 1 1 1 1 1 1 (sum 30).
+EXPECTED = {
+    "loss": (97 / 20 + 23 / 8) / 2,
+    "kl": (23 / 4 + 17 / 4) / 2,
+    "entropy": (46 / 9 + 5 / 2) / 2,
+    "clipped": (4 + 3) / 21,  # above 3: 4, 10, 20; 10, 4, 4. At 3 exactly: not. See below for the seventh.
+    "tokens": 21 / 2,
+    "ratio_max": 20.0,
+    "ratio_min": 1.0,
+    "on_rank_0": 1.5,
+    "never": 0.0,
+}
+EXPECTED["clipped"] = 6 / 21
+
+
+def fill(metrics, table, ranks, **arguments):
+    """Add every micro-batch of these (dp_rank, cp_rank) in both steps."""
+    plan = rollpack.plan(table, loss_aggregation="prompt_mean", prompts_per_step=2, placeholders=True, **arguments)
+    assert len(plan.steps) == STEPS
+    for (dp_rank, cp_rank), step in product(ranks, range(STEPS)):
+        for packed in rollpack.pack(table, plan, step=step, dp_rank=dp_rank, cp_rank=cp_rank, token_columns=["loss"]):
+            micro_batch = packed.to("cpu")
+            loss = micro_batch.columns["loss"].double()
+            x = torch.where(micro_batch.loss_mask, loss, math.nan).requires_grad_()
+            metrics.add(micro_batch, {"loss": x, "ratio_max": x, "ratio_min": x})
+            metrics.add(micro_batch, {"kl": x.detach(), "entropy": x, "clipped": loss > 3, "tokens": torch.ones(len(loss))})
+            if (dp_rank, cp_rank, micro_batch.index) == (0, 0, 0):
+                metrics.add(micro_batch, {"on_rank_0": torch.tensor(1.0 + step)})
+
+
+def every(dp_size, cp_size):
+    return list(product(range(dp_size), range(cp_size)))
+
+
+def add_all(metrics, example, mode="sample_mean", value=lambda loss: loss, **arguments):
+    arguments = {"max_tokens_per_gpu": 100, "placeholders": True} | arguments
+    divisor = example.divisor if mode == "constant" else None
+    plan = rollpack.plan(example.table(), loss_aggregation=mode, divisor=divisor, **arguments)
+    for dp_rank, cp_rank in every(plan.settings.dp_size, plan.settings.cp_size):
+        for packed in rollpack.pack(example.table(), plan, dp_rank=dp_rank, cp_rank=cp_rank, token_columns=["loss"]):
+            metrics.add(packed, {"x": value(torch.from_numpy(packed.columns["loss"]))})
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cut", [{}, {"micro_batch_size": 1, "max_tokens_per_gpu": None}, {"dp_size": 4, "cp_size": 2}], ids=str)
+def test_a_mode_logs_the_step_loss(name, mode, cut):
+    example = EXAMPLES[name]
+    metrics = Metrics({"x": mode})
+    add_all(metrics, example, mode, **cut)
+    assert metrics.log() == {"x": pytest.approx(float(example.expected[mode]), rel=1e-14)}
+
+
+def test_the_other_modes_keep_their_meaning_when_the_mode_of_the_loss_changes():
+    example = EXAMPLES["all_apart"]
+    for mode in MODES:
+        metrics = Metrics({"x": "sample_mean"})
+        add_all(metrics, example, mode, dp_size=2)
+        assert metrics.log()["x"] == pytest.approx(17 / 4, rel=1e-14)
+
+
+@pytest.mark.parametrize(
+    ("normaliser", "expected"), [("count", 30 / 12), ("none", 30.0), ("min", 1.0), ("max", 10.0)]
+)
+def test_normalisers_by_hand(normaliser, expected):
+    metrics = Metrics({"x": normaliser})
+    add_all(metrics, EXAMPLES["all_apart"], dp_size=2, cp_size=2, max_tokens_per_gpu=4)
+    assert metrics.log() == {"x": pytest.approx(expected, rel=1e-15)}
+
+
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (1, 4), (4, 2)]
+
+
+@pytest.mark.parametrize(("dp_size", "cp_size"), LAYOUTS)
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("budget", [4, 8, 100])
+def test_no_cut_changes_what_is_logged(dp_size, cp_size, layout, budget):
+    """All ranks in one process, two steps in the log."""
+    metrics = Metrics(DECLARED)
+    sizes = {"dp_size": dp_size, "cp_size": cp_size, "layout": layout, "oversize": "alone"}
+    fill(metrics, TWO_STEPS.table(), every(dp_size, cp_size), max_tokens_per_gpu=budget, **sizes)
+    logged = metrics.log()
+    assert list(logged) == list(EXPECTED)
+    assert logged == pytest.approx(EXPECTED, rel=1e-14)
+
+
+@pytest.mark.parametrize(("dp_size", "cp_size"), LAYOUTS)
+def test_ranks_that_gather_log_the_same(dp_size, cp_size, monkeypatch):
+    """A Metrics per rank, and a collective that is only counted: one per log."""
+    parts, calls = [], []
+    of_rank = []
+    for rank in every(dp_size, cp_size):
+        metrics = Metrics(DECLARED)
+        fill(metrics, TWO_STEPS.table(), [rank], dp_size=dp_size, cp_size=cp_size, max_tokens_per_gpu=8)
+        of_rank.append(metrics)
+        parts.append(metrics._packed())
+
+    def gather(out, packed, group=None):
+        calls.append(packed.dtype)
+        out.copy_(torch.stack(parts))
+
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: len(parts))
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+    logs = [metrics.log() for metrics in of_rank]
+    assert all(log == logs[0] for log in logs)  # to the last bit
+    assert logs[0] == pytest.approx(EXPECTED, rel=1e-14)
+    assert calls == [torch.float64] * len(parts)
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_real_processes(world, tmp_path):
+    pq.write_table(TWO_STEPS.table(), tmp_path / "table.parquet")
+    worker = Path(__file__).with_name("metrics_worker.py")
+    paths = [tmp_path / "store", tmp_path / "table.parquet", tmp_path / "out"]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, worker, str(rank), str(world), *map(str, paths)], stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(world)
+    ]
+    try:
+        errors = [process.communicate(timeout=100)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0] * world, errors
+    ranks = [json.loads((tmp_path / f"out.{rank}").read_text()) for rank in range(world)]
+    assert all(rank == ranks[0] for rank in ranks)
+    logged = ranks[0]["logged"]
+    assert "declared different metrics" in logged.pop("error")
+    assert f"for 1 dp x cp ranks, and the {world} processes that were gathered added micro-batches of {world}" in logged.pop(
+        "group"
+    )
+    assert list(logged) == [f"{world // c}x{c}" for c in (1, 2, 4) if c <= world]
+    for values in logged.values():
+        assert values == pytest.approx(EXPECTED, rel=1e-14)
+    full = 4 + 2 * len(DECLARED)
+    assert ranks[0]["calls"] == [full, full] * len(logged) + [6, full]  # one for each call of log()
+
+
+def batch(**arguments):
+    table = EXAMPLES["four_samples"].table()
+    plan = rollpack.plan(table, **({"max_tokens_per_gpu": 100} | arguments))
+    return next(iter(rollpack.pack(table, plan, token_columns=["loss"])))
+
+
+def test_adding_never_waits_for_the_device():
+    """A tensor on "meta" has no value to wait for: whoever asks for one is told off."""
+    micro_batch = batch(loss_aggregation="prompt_mean").to("meta")
+    x = torch.ones(len(micro_batch.tokens), device="meta")
+    metrics = Metrics({name: name for name in ("sample_mean", "prompt_mean", "token_mean", "count", "none", "min", "max")})
+    for _ in range(2):
+        metrics.add(micro_batch, dict.fromkeys(metrics._normalisers, x), loss_mask=x > 0)
+        metrics.add(micro_batch, {"max": x.sum(), "none": x.sum(), "min": 3.0})
+    assert {value.device.type for value in metrics._values.values()} == {"meta"}
+    with pytest.raises(RuntimeError, match="meta"):
+        metrics.log()
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_what_is_masked_touches_nothing(poison):
+    micro_batch = batch(loss_aggregation="prompt_mean", pad_to_multiple_of=4)
+    mask = torch.from_numpy(micro_batch.loss_mask)
+    logs = []
+    for masked in (0.0, poison):
+        metrics = Metrics({n: n for n in ("sample_mean", "prompt_mean", "token_mean", "count", "none", "min", "max")})
+        values = torch.where(mask, torch.from_numpy(micro_batch.columns["loss"]), masked)
+        metrics.add(micro_batch, dict.fromkeys(metrics._normalisers, values))
+        logs.append(metrics.log())
+    assert logs[0] == logs[1]
+    assert logs[0]["max"] == 20.0
+
+
+def test_a_nan_of_a_trained_token_is_logged():
+    micro_batch = batch()
+    metrics = Metrics({"x": "sample_mean", "y": "max", "z": "min"})
+    metrics.add(micro_batch, dict.fromkeys("xyz", torch.full((len(micro_batch.tokens),), math.nan)))
+    metrics.add(batch(), dict.fromkeys("xyz", torch.ones(len(micro_batch.tokens))))
+    assert all(math.isnan(value) for value in metrics.log().values())
+
+
+def test_where_nothing_was_added_a_sum_is_zero_and_the_rest_is_left_out():
+    declared = {"a": "sample_mean", "b": "count", "c": "none", "d": "min", "e": "max", "f": "token_mean"}
+    metrics = Metrics(declared)
+    assert metrics.log() == {"a": 0.0, "c": 0.0, "f": 0.0}
+    table = pa.table({"tokens": [[1, 2], [3, 4, 5]], "loss_mask": [[0], [0, 0]]})
+    plan = rollpack.plan(table, max_tokens_per_gpu=100)
+    for micro_batch in rollpack.pack(table, plan):
+        metrics.add(micro_batch, dict.fromkeys(declared, torch.ones(5)))
+    assert metrics.log() == {"a": 0.0, "c": 0.0, "f": 0.0}
+
+
+def test_a_log_begins_anew():
+    metrics = Metrics({"x": "sample_mean"})
+    for _ in range(2):
+        add_all(metrics, EXAMPLES["all_apart"])
+        assert metrics.log() == {"x": 17 / 4}
+
+
+def test_epochs_over_one_plan_are_averaged_too():
+    metrics = Metrics({"x": "sample_mean", "y": "none", "z": "count"})
+    for epoch in range(3):
+        micro_batch = batch()
+        x = torch.from_numpy(micro_batch.columns["loss"]) * (1 + epoch)
+        metrics.add(micro_batch, {"x": x})
+        metrics.add(micro_batch, {"y": x, "z": x})
+    assert metrics.log() == pytest.approx({"x": 2 * 23 / 4, "y": 2 * 46, "z": 2 * 46 / 9})
+
+
+def test_one_number_stands_for_every_trained_token_and_for_itself_in_a_sum():
+    metrics = Metrics({"a": "sample_mean", "b": "count", "c": "none", "d": "max", "e": "min"})
+    micro_batch = batch()
+    metrics.add(micro_batch, {"a": torch.tensor(2.0), "b": 3, "c": 4.5, "d": torch.tensor(-1), "e": 7.0})
+    assert metrics.log() == pytest.approx({"a": 2.0, "b": 3.0, "c": 4.5, "d": -1.0, "e": 7.0})
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "megatron"])
+def test_a_logged_loss_takes_no_factor_and_shares_nothing(backend):
+    """Megatron divides the returned loss in place: what was added before is not touched."""
+    micro_batch = batch()
+    token_loss = torch.from_numpy(micro_batch.columns["loss"]).double().requires_grad_()
+    metrics = Metrics({"loss": "sample_mean", "partial": "none"})
+    partial = LossReducer(backend="none")(token_loss, micro_batch)
+    loss = LossReducer(backend=backend)(token_loss, micro_batch)
+    metrics.add(micro_batch, {"loss": token_loss, "partial": partial.detach()})
+    partial.detach().div_(1000)
+    with torch.no_grad():
+        token_loss.mul_(0)
+    assert metrics.log() == pytest.approx({"loss": 5.75, "partial": 5.75})
+    assert loss.requires_grad
+
+
+def test_gradients_do_not_flow():
+    micro_batch = batch()
+    token_loss = torch.ones(len(micro_batch.tokens), requires_grad=True)
+    metrics = Metrics({"a": "sample_mean", "b": "max", "c": "count", "d": "none"})
+    metrics.add(micro_batch, dict.fromkeys("abcd", token_loss))
+    assert not any(value.requires_grad for value in metrics._values.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.int64, torch.bool])
+def test_any_real_dtype(dtype):
+    micro_batch = batch()
+    metrics = Metrics({"a": "sample_mean", "b": "none"})
+    metrics.add(micro_batch, dict.fromkeys("ab", torch.ones(len(micro_batch.tokens), dtype=dtype)))
+    assert metrics.log() == {"a": pytest.approx(1.0, rel=1e-15), "b": 9.0}
+
+
+def test_a_changed_mask_takes_tokens_out_and_keeps_the_denominators():
+    micro_batch = batch()
+    x = torch.from_numpy(micro_batch.columns["loss"])
+    metrics = Metrics({"a": "sample_mean", "b": "count", "c": "max"})
+    metrics.add(micro_batch, dict.fromkeys("abc", x), loss_mask=x != 20)
+    assert metrics.log() == pytest.approx({"a": (4 + 2 + 10 / 2 + 2) / 4, "b": 26 / 8, "c": 10.0})
+
+
+def test_wrong_use_is_told_and_changes_nothing():
+    with pytest.raises(rollpack.RollpackError, match="metric 'kl' has normaliser 'mean', which is none of sample_mean"):
+        Metrics({"kl": "mean"})
+    micro_batch = batch()
+    good = torch.ones(len(micro_batch.tokens))
+    metrics = Metrics({"kl": "sample_mean", "p": "prompt_mean"})
+    with pytest.raises(rollpack.RollpackError, match=r"metric 'k1' was not declared; those that were are \['kl', 'p'\]"):
+        metrics.add(micro_batch, {"kl": good, "k1": good})
+    for wrong in (good[:-1], good[None], good.to(torch.complex64)):
+        with pytest.raises(rollpack.RollpackError, match=r"metric 'kl' is .* of shape \[18\]"):
+            metrics.add(micro_batch, {"kl": wrong})
+    with pytest.raises(rollpack.RollpackError, match="loss_mask is torch.float32"):
+        metrics.add(micro_batch, {"kl": good}, loss_mask=good)
+    with pytest.raises(rollpack.PlanError, match="prompt_mean"):
+        metrics.add(micro_batch, {"kl": good, "p": good})
+    metrics.add(micro_batch, {"kl": good})
+    with pytest.raises(rollpack.PlanError, match="micro-batches for 1 ranks, and this one is for 2: log first"):
+        metrics.add(batch(dp_size=2), {"kl": good})
+    assert metrics.log() == {"kl": pytest.approx(1.0), "p": 0.0}
+
+
+def test_a_rank_that_is_missing_is_told():
+    metrics = Metrics({"x": "sample_mean"})
+    micro_batch = batch(dp_size=2)
+    metrics.add(micro_batch, {"x": torch.ones(len(micro_batch.tokens))})
+    with pytest.raises(rollpack.PlanError, match=r"for 2 dp x cp ranks, and the 1 processes .* of 1: .*log\(group="):
+        metrics.log()
+
+
+def test_sums_are_float64():
+    """A million ones and a large number: float32 would lose them."""
+    metrics = Metrics({"x": "none"})
+    micro_batch = batch()
+    x = torch.ones(len(micro_batch.tokens))
+    x[np.flatnonzero(micro_batch.loss_mask)[0]] = 2.0**30
+    metrics.add(micro_batch, {"x": x})
+    assert metrics.log() == {"x": 2.0**30 + 8}
