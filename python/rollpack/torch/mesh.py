@@ -81,8 +81,8 @@ def check_sizes(mesh: Mesh | None, dp_size: int, cp_size: int) -> None:
         size = torch.distributed.get_world_size(mesh)
         if size == dp_size and cp_size > 1:
             raise PlanError(
-                f"the process group has {size} ranks, which are the plan's dp ranks without its cp_size {cp_size}: gradients "
-                "have to be averaged over the dp x cp group, or cp would count double"
+                f"the process group has {size} ranks, which are the plan's dp ranks without its cp_size {cp_size}: "
+                "gradients have to be averaged over the dp x cp group, or cp would count double"
             )
         if size != dp_size * cp_size:
             raise PlanError(f"the process group has {size} ranks, and the plan is for dp {dp_size} x cp {cp_size}")

@@ -99,7 +99,7 @@ class LossReducer:
         """
         if self.backend == "megatron_per_token":
             raise PlanError("backend 'megatron_per_token' returns a loss and a count: call reducer.loss_and_count(...)")
-        return self._partial(token_loss, micro_batch, loss_aggregation, loss_mask) * self._factor(micro_batch)
+        return self._reduce(token_loss, micro_batch, loss_aggregation, loss_mask)
 
     def loss_and_count(
         self,
@@ -119,7 +119,7 @@ class LossReducer:
         """
         if self.backend != "megatron_per_token":
             raise PlanError(f"loss_and_count is for backend 'megatron_per_token', and this reducer has {self.backend!r}")
-        loss = self._partial(token_loss, micro_batch, loss_aggregation, loss_mask) * self._factor(micro_batch)
+        loss = self._reduce(token_loss, micro_batch, loss_aggregation, loss_mask)
         return loss, as_tensor(micro_batch.loss_mask, token_loss.device).sum(dtype=torch.int32)
 
     @contextmanager
@@ -190,7 +190,7 @@ class LossReducer:
             own_accumulation_boundary=self.own_accumulation_boundary,
         )
 
-    def _partial(
+    def _reduce(
         self,
         token_loss: torch.Tensor,
         micro_batch: MicroBatch[Any],
@@ -232,7 +232,9 @@ class LossReducer:
         else:
             mask, per_sample = micro_batch.loss_mask, mode_weights(micro_batch, mode)
         segment_ids = as_tensor(micro_batch.segment_ids, device)
-        return token_weights(as_tensor(mask, device), segment_ids, as_tensor(per_sample, device).to(dtype))
+        # The factor goes into the few weights of samples, where it costs nothing.
+        scaled = as_tensor(per_sample, device).to(dtype) * self._factor(micro_batch)
+        return token_weights(as_tensor(mask, device), segment_ids, scaled)
 
 
 class _Seen:

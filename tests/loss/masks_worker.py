@@ -1,0 +1,85 @@
+"""One process of the gloo run in test_masks.py: ``python masks_worker.py RANK STORE OUT``; four processes, dp 2 x cp 2."""
+
+import json
+import sys
+
+import torch
+from examples import FOUR_SAMPLES, MODES
+from test_masks import NEW_MASKS, whole_masks
+
+import rollpack
+from rollpack.torch import LossReducer, ranks_of
+
+
+def main(rank, store, out):
+    torch.set_num_threads(1)
+    dist = torch.distributed
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    flat = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    other = dist.device_mesh.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    ranks = ranks_of(mesh)
+    found = {"ranks": list(ranks), "flat": list(ranks_of(flat)), "losses": {}, "errors": {}}
+
+    table = FOUR_SAMPLES.table()
+    for layout in ("zigzag", "contiguous"):
+        for mode in MODES:
+            plan = rollpack.plan(
+                table,
+                loss_aggregation=mode,
+                divisor=10.0 if mode == "constant" else None,
+                micro_batch_size=1,
+                dp_size=ranks.dp_size,
+                cp_size=ranks.cp_size,
+                layout=layout,
+            )
+            packed = rollpack.pack(table, plan, dp_rank=ranks.dp_rank, cp_rank=ranks.cp_rank, token_columns=["loss"])
+            batches = [batch.to("cpu") for batch in packed]
+            for group in (mesh, dist.group.WORLD, None):
+                for cut in (True, False):
+                    reducer = LossReducer(backend="fsdp", mesh=group, denominators="current")
+                    reducer.set_masks(batches, [local_mask(b) if cut else whole_masks(b) for b in batches], cut=cut)
+                    with reducer.step():
+                        loss = sum(reducer(b.columns["loss"].double(), b) for b in batches)
+                    dist.all_reduce(loss)
+                    name = "none" if group is None else type(group).__name__
+                    found["losses"][f"{layout} {mode} {name} cut={cut}"] = loss.item() / 4  # fsdp averages over four
+
+    def told(name, call):
+        try:
+            call()
+        except rollpack.PlanError as error:
+            found["errors"][name] = str(error)
+
+    token_loss, batch = batches[0].columns["loss"], batches[0]
+    told("no backend", lambda: LossReducer()(token_loss, batch))
+    told("mesh without cp", lambda: LossReducer(backend="fsdp", mesh=flat)(token_loss, batch))
+    told("no data dimension", lambda: LossReducer(backend="fsdp", mesh=other)(token_loss, batch))
+    told("group without cp", lambda: LossReducer(backend="ddp", mesh=pairs[rank // 2])(token_loss, batch))
+    single = rollpack.plan(table, micro_batch_size=1, dp_size=1)
+    (alone, *_) = rollpack.pack(table, single, token_columns=["loss"])
+    told("other sizes", lambda: LossReducer(backend="fsdp", mesh=mesh)(torch.zeros(len(alone.tokens)), alone))
+    zeros = torch.zeros(len(alone.tokens))
+    told("group of other size", lambda: LossReducer(backend="ddp", mesh=dist.group.WORLD)(zeros, alone))
+    every = [b.to("cpu") for b in rollpack.pack(table, single)]
+    unclear = LossReducer(backend="none", denominators="current")
+    told("other number of processes", lambda: unclear.set_masks(every, [b.loss_mask for b in every], cut=True))
+    with open(f"{out}.{rank}", "w") as file:
+        json.dump(found, file)
+    dist.destroy_process_group()
+
+
+def local_mask(batch):
+    """What this cp rank would make of the new masks at its own positions, told by row and position."""
+    keep = torch.zeros(len(batch.tokens), dtype=torch.bool)
+    for t in range(len(keep)):
+        row = int(batch.rows[batch.segment_ids[t]])
+        following = int(batch.position_ids[t]) + 1 - 2  # the token after it, after a prompt of two
+        if batch.segment_ids[t] >= 0 and 0 <= following < len(NEW_MASKS[row]):
+            keep[t] = bool(NEW_MASKS[row][following])
+    return keep
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -1,0 +1,131 @@
+"""Masks that are changed later, with the denominators of the new masks; and what a mesh tells of wrong use."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from examples import FOUR_SAMPLES, MODES
+
+import rollpack
+from rollpack.torch import LossReducer
+
+#: The example's masks after rejection: of sample 1 the token of loss 2, of sample 3 all tokens.
+NEW_MASKS = [[1], [1, 0, 1], [1, 1], [0, 0, 0, 0]]
+
+#: By hand. N = 4 and P = 2 stay. Samples: 4/1, (1+3)/2, 30/2, 0. Groups: (4+4)/3, 30/2. All: 38/5, 38/(10*4).
+EXPECTED = {"sample_mean": 21 / 4, "prompt_mean": (8 / 3 + 15) / 2, "token_mean": 38 / 5, "constant": 38 / 40}
+
+
+def whole_masks(batch):
+    """The new masks of all samples of a micro-batch, prompt included, one behind the other."""
+    return torch.tensor([x for row in batch.rows.tolist() for x in [0, 0, *NEW_MASKS[row]]], dtype=torch.bool)
+
+
+def batches(**arguments):
+    table = FOUR_SAMPLES.table()
+    plan = rollpack.plan(table, **({"micro_batch_size": 2} | arguments))
+    return [b.to("cpu") for b in rollpack.pack(table, plan, token_columns=["loss"])]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_current_denominators_by_hand(mode):
+    steps = batches(loss_aggregation=mode, divisor=10.0 if mode == "constant" else None)
+    reducer = LossReducer(denominators="current")
+    reducer.set_masks(steps, [whole_masks(b) for b in steps], cut=False)
+    loss = sum(reducer(b.columns["loss"].double(), b) for b in steps)
+    assert loss.item() == pytest.approx(EXPECTED[mode], rel=1e-14)
+    # With all that was trained, they are the original ones.
+    reducer.set_masks(steps, [b.loss_mask for b in steps], cut=True)
+    loss = sum(reducer(b.columns["loss"].double(), b) for b in steps)
+    assert loss.item() == pytest.approx(float(FOUR_SAMPLES.expected[mode]), rel=1e-14)
+
+
+def test_another_mode_takes_the_new_masks_too():
+    steps = batches(loss_aggregation="prompt_mean")
+    reducer = LossReducer(denominators="current")
+    reducer.set_masks(steps, [whole_masks(b) for b in steps], cut=False)
+    for mode in ("sample_mean", "token_mean"):
+        loss = sum(reducer(b.columns["loss"].double(), b, loss_aggregation=mode) for b in steps)
+        assert loss.item() == pytest.approx(EXPECTED[mode], rel=1e-14)
+
+
+def test_wrong_use_is_told():
+    steps = batches()
+    masks = [b.loss_mask for b in steps]
+    reducer = LossReducer(denominators="current")
+    with pytest.raises(rollpack.PlanError, match="call reducer.set_masks"):
+        reducer(steps[0].columns["loss"], steps[0])
+    with pytest.raises(rollpack.PlanError, match="1 did not come"):
+        reducer.set_masks(steps[:1], masks[:1], cut=True)
+    with pytest.raises(rollpack.RollpackError, match="2 micro-batches and 1 masks"):
+        reducer.set_masks(steps, masks[:1], cut=True)
+    with pytest.raises(rollpack.RollpackError, match=r"masks\[0\] is torch.float32"):
+        reducer.set_masks(steps, [m.float() for m in masks], cut=True)
+    with pytest.raises(rollpack.RollpackError, match=r"masks\[0\] is torch.bool of shape .*; it has to be bool \["):
+        reducer.set_masks(steps, [m[1:] for m in masks], cut=False)
+    reducer.set_masks(steps, masks, cut=True)
+    with pytest.raises(rollpack.PlanError, match="masks go into reducer.set_masks"):
+        reducer(steps[0].columns["loss"], steps[0], loss_mask=masks[0])
+    other = batches(global_batch_size=4, micro_batch_size=4)
+    with pytest.raises(rollpack.PlanError, match="masks that were set are of another step"):
+        reducer(other[0].columns["loss"], other[0])
+    with pytest.raises(rollpack.PlanError, match="denominators='current'"):
+        LossReducer().set_masks(steps, masks, cut=True)
+    with pytest.raises(rollpack.PlanError, match="denominators is 'new'"):
+        LossReducer(denominators="new")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of four gloo processes found: one start serves all tests below."""
+    folder = tmp_path_factory.mktemp("gloo")
+    worker = Path(__file__).with_name("masks_worker.py")
+    processes = [
+        subprocess.Popen(
+            [sys.executable, worker, str(rank), folder / "store", folder / "out"],
+            cwd=worker.parent,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(4)
+    ]
+    try:
+        for process in processes:
+            _, error = process.communicate(timeout=300)
+            assert process.returncode == 0, error
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((folder / f"out.{rank}").read_text()) for rank in range(4)]
+
+
+def test_over_real_ranks_cut_or_whole(ranks):
+    for found in ranks:
+        assert len(found["losses"]) == 2 * 4 * 3 * 2
+        for case, loss in found["losses"].items():
+            assert loss == pytest.approx(EXPECTED[case.split()[1]], rel=1e-14), case
+
+
+def test_ranks_come_from_a_mesh(ranks):
+    assert [found["ranks"] for found in ranks] == [[2, 2, 0, 0], [2, 2, 0, 1], [2, 2, 1, 0], [2, 2, 1, 1]]
+    assert [found["flat"] for found in ranks] == [[4, 1, rank, 0] for rank in range(4)]
+
+
+def test_a_mesh_or_group_that_does_not_fit_is_told(ranks):
+    expected = {
+        "no backend": "there are 4 ranks, and what the trainer does to gradients is not known",
+        "mesh without cp": "dp 4 x cp 1, and the plan is for dp 2 x cp 2: .* give the mesh a 'cp' dimension",
+        "no data dimension": r"dimensions \['tp'\], and none is data-parallel",
+        "group without cp": "2 ranks, which are the plan's dp ranks without its cp_size 2: gradients have to be averaged",
+        "other sizes": "dp 2 x cp 2, and the plan is for dp 1 x cp 1",
+        "group of other size": "the process group has 4 ranks, and the plan is for dp 1 x cp 1",
+        "other number of processes": "the plan is for 1 dp x cp ranks, and 4 processes run",
+    }
+    for found in ranks:
+        assert found["errors"].keys() == expected.keys()
+        for name, text in expected.items():
+            assert re.search(text, found["errors"][name]), (name, found["errors"][name])

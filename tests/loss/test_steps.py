@@ -1,0 +1,166 @@
+"""Watching over a step: what is left out, comes twice or belongs elsewhere; and weights are worked out once."""
+
+import pickle
+
+import pytest
+import torch
+from examples import FOUR_SAMPLES
+
+import rollpack
+from rollpack.torch import LossReducer, weights
+
+
+def batches(*, step=None, dp_rank=0, **arguments):
+    table = FOUR_SAMPLES.table()
+    plan = rollpack.plan(table, **({"micro_batch_size": 1} | arguments))
+    return list(rollpack.pack(table, plan, step=step, dp_rank=dp_rank))
+
+
+def ones(batch):
+    return torch.ones(len(batch.tokens), requires_grad=True)
+
+
+def test_a_step_in_which_each_micro_batch_comes_once_is_fine_and_so_is_the_next():
+    reducer = LossReducer()
+    for _ in range(2):
+        with reducer.step():
+            # Several terms of the loss for one micro-batch, and any order of micro-batches.
+            losses = [
+                reducer(ones(b), b) + 0 * reducer(ones(b), b, loss_aggregation="token_mean") for b in reversed(batches())
+            ]
+        assert sum(losses).item() == pytest.approx(1.0)
+
+
+def test_what_was_left_out_is_told():
+    reducer = LossReducer()
+    with pytest.raises(rollpack.PlanError, match="step 0 has 4 micro-batches on this rank, and 1, 3 did not come"):
+        with reducer.step():
+            for batch in batches()[::2]:
+                reducer(ones(batch), batch)
+    with pytest.raises(rollpack.PlanError, match="without a micro-batch"):
+        with reducer.step():
+            pass
+
+
+def test_what_comes_twice_is_told():
+    reducer = LossReducer()
+    first, second, *_ = batches()
+    with pytest.raises(rollpack.PlanError, match="micro-batch 0 comes a second time in this step"):
+        with reducer.step():
+            for batch in (first, second, first):
+                reducer(ones(batch), batch)
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"global_batch_size": 2, "step": 0}, "plan_id"),
+        ({"dp_size": 2, "dp_rank": 1}, "plan_id"),
+    ],
+)
+def test_a_micro_batch_of_another_plan_is_told(other, text):
+    reducer = LossReducer(backend="none")
+    mine, theirs = batches(), batches(**other)
+    with pytest.raises(rollpack.PlanError, match=f"this micro-batch has {text} .*, and the step under way is of {text}"):
+        with reducer.step():
+            reducer(ones(mine[0]), mine[0])
+            reducer(ones(theirs[0]), theirs[0])
+
+
+def test_a_micro_batch_of_another_step_or_rank_is_told():
+    reducer = LossReducer(backend="none")
+    for name, one, other in (
+        ("step", batches(global_batch_size=2, step=0), batches(global_batch_size=2, step=1)),
+        ("dp_rank", batches(dp_size=2, dp_rank=0), batches(dp_size=2, dp_rank=1)),
+    ):
+        with pytest.raises(rollpack.PlanError, match=f"{name} 1, and the step under way is of {name} 0"):
+            with reducer.step():
+                reducer(ones(one[0]), one[0])
+                reducer(ones(other[0]), other[0])
+
+
+def test_an_error_inside_a_step_is_not_hidden_and_ends_it():
+    reducer = LossReducer()
+    with pytest.raises(ZeroDivisionError):
+        with reducer.step():
+            raise ZeroDivisionError
+    with reducer.step():
+        with pytest.raises(rollpack.PlanError, match="under way already"):
+            with reducer.step():
+                pass
+        for batch in batches():
+            reducer(ones(batch), batch)
+
+
+def test_weights_are_worked_out_once_and_go_with_their_micro_batch(monkeypatch):
+    calls = []
+    real = weights.token_weights
+    monkeypatch.setattr("rollpack.torch.reducer.token_weights", lambda *a: calls.append(1) or real(*a))
+    reducer = LossReducer()
+    (batch,) = batches(micro_batch_size=4)
+    mask = torch.from_numpy(batch.loss_mask)
+    losses = [reducer(ones(batch), batch).item() for _ in range(3)]
+    assert (losses, len(calls)) == ([pytest.approx(1.0)] * 3, 1)
+    reducer(ones(batch), batch, loss_aggregation="token_mean")
+    reducer(ones(batch).double(), batch)
+    assert len(calls) == 3
+    # A changed mask does not change what is kept.
+    assert reducer(ones(batch), batch, loss_mask=~mask).item() == 0.0
+    assert reducer(ones(batch), batch).item() == pytest.approx(1.0)
+    assert len(calls) == 3
+    del batch
+    assert len(reducer._weights) == 0
+
+
+def test_a_reducer_that_was_used_can_be_pickled():
+    reducer = LossReducer(backend="none")
+    (batch,) = batches(micro_batch_size=4)
+    reducer(ones(batch), batch)
+    again = pickle.loads(pickle.dumps(reducer))
+    assert again(ones(batch), batch).item() == pytest.approx(1.0)
+
+
+def test_what_is_returned_shares_no_memory_with_what_is_kept():
+    """Megatron divides the returned loss in place."""
+    reducer = LossReducer(backend="none")
+    (batch,) = batches(micro_batch_size=4)
+    first = reducer(ones(batch), batch).detach()
+    first /= 7
+    assert reducer(ones(batch), batch).item() == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_it_compiles_without_a_graph_break(dtype):
+    reducer = LossReducer(backend="none")
+    (packed,) = batches(micro_batch_size=4, pad_to_multiple_of=4)
+    batch = packed.to("cpu")
+
+    def loss(token_loss):
+        return reducer(token_loss, batch)
+
+    values = torch.where(batch.loss_mask, 2.0, torch.nan).to(dtype).requires_grad_()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    found = compiled(values)
+    assert found.item() == pytest.approx(2.0, rel=1e-6)
+    found.backward()
+    gradient, values.grad = values.grad, None
+    loss(values).backward()
+    torch.testing.assert_close(gradient, values.grad)
+    assert (gradient[~batch.loss_mask] == 0).all()
+
+
+def test_an_upstream_gradient_that_overflowed_leaves_masked_positions_at_zero():
+    """A loss scaler multiplies by a huge factor; infinity times a weight of 0 would be NaN."""
+    (batch,) = batches(micro_batch_size=4)
+    values = ones(batch)
+    LossReducer()(values, batch).backward(torch.tensor(float("inf")))
+    mask = torch.from_numpy(batch.loss_mask)
+    assert torch.isinf(values.grad[mask]).all()
+    assert (values.grad[~mask] == 0).all()
+
+
+def test_large_sums_in_float32_are_as_exact_as_one_may_expect():
+    values = torch.rand(1 << 22, generator=torch.Generator().manual_seed(0))
+    w = torch.full_like(values, 1 / len(values))
+    exact = values.double().mean().item()
+    assert rollpack.torch.weighted_sum(values, w).item() == pytest.approx(exact, rel=1e-6)
