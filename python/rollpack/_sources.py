@@ -5,19 +5,22 @@ from __future__ import annotations
 import glob
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache, partial
+from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
+import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.ipc as paipc
 import pyarrow.json as pajson
-import pyarrow.parquet as papq
 
 from rollpack import _core
-from rollpack._errors import DataError
+from rollpack._errors import DataError, RollpackError, SchemaError
 
 T = TypeVar("T")
 
@@ -85,10 +88,12 @@ class Source:
         """A source for whatever the public functions take as ``data``."""
         if isinstance(data, Source):
             return data
+        if isinstance(data, np.ndarray) and data.dtype == object and data.ndim == 1:
+            data = data.tolist()
         if isinstance(data, list | tuple):
             if data and all(isinstance(part, Mapping) for part in data):
                 names = list(dict.fromkeys(name for row in data for name in row))
-                return cls([_table(pa.table({name: [row.get(name) for row in data] for name in names}))])
+                return cls([_columns(names, lambda name: [row.get(name) for row in data], len(data))])
             return cls([part for item in data for part in cls.of(item)._parts])
         if isinstance(data, str | os.PathLike):
             return cls([_file(path) for path in _paths(os.fspath(data))])
@@ -105,11 +110,48 @@ class Source:
 
     def streams(self, request: Request, *, project: bool = True) -> list[Any]:
         """One Arrow stream a part. With ``project``, of the columns that are read only, where a part can choose."""
-        return [part.stream(self._projection(part, request) if project else None) for part in self._parts]
+        return [part.stream(self._projection(part, request) if project else None, None) for part in self._parts]
 
-    def take(self, request: Request) -> _core.Rows:
-        """The rows, held in place, ready for packing."""
-        return _core.Rows(self.streams(request), request)
+    def holding(self, rows: npt.NDArray[np.int64] | None) -> set[Piece]:
+        """The pieces that hold these rows, None for all. One at least, for the types of its columns.
+
+        From a part on that does not know how many rows it has, nothing is known of where a row lies.
+        """
+        pieces: list[Piece] = []
+        starts: list[int] = []
+        start: int | None = 0
+        for number, part in enumerate(self._parts):
+            lengths = part.lengths() if part.lengths else None
+            if lengths is None or start is None:
+                start = None
+                pieces += [(number, piece) for piece in range(len(lengths or [0]))]
+                continue
+            pieces += [(number, piece) for piece in range(len(lengths))]
+            starts += [start + before for before in accumulate(lengths[:-1], initial=0)] if lengths else []
+            start += sum(lengths)
+        if rows is None:
+            return set(pieces)
+        known, unknown = pieces[: len(starts)], pieces[len(starts) :]
+        inside = rows if start is None else rows[rows < start]
+        found = np.unique(np.searchsorted(starts, inside, side="right") - 1).tolist() if starts else []
+        return {known[piece] for piece in found} | set(unknown) or set(pieces[:1])
+
+    def take(self, request: Request, pieces: set[Piece] | None = None) -> _core.Rows:
+        """The rows of these pieces (None: all), held, ready for packing. Of the others the number is known."""
+        streams: list[Any] = []
+        gaps = [0]
+        for number, part in enumerate(self._parts):
+            lengths = part.lengths() if part.lengths and pieces is not None else [0]
+            wanted = [pieces is None or (number, i) in pieces for i in range(len(lengths))]
+            names = self._projection(part, request)
+            for here, run in groupby(range(len(lengths)), wanted.__getitem__):
+                if here:
+                    streams.append(part.stream(names, None if all(wanted) else list(run)))
+                    gaps.append(0)
+                else:
+                    gaps[-1] += sum(lengths[i] for i in run)
+        with reading(streams):
+            return _core.Rows(streams, request, gaps)
 
     @staticmethod
     def _projection(part: _Part, request: Request) -> list[str] | None:
@@ -117,9 +159,23 @@ class Source:
             return None
         names = part.names()
         # All names are checked first, so that a missing column is told from a misspelt one.
-        _core.Rows([no_rows(_plausible(names, request))], request)
+        _core.Rows([no_rows(_plausible(names, request))], request, [0, 0])
         wanted = request.names()
         return [name for name in names if name in wanted]
+
+
+@contextmanager
+def reading(streams: Sequence[Any]) -> Iterator[None]:
+    """Raises what stopped one of the streams, in place of the text that the core makes of it."""
+    try:
+        yield
+    except Exception as error:
+        for failure in (stream.failure for stream in streams if isinstance(stream, _Batches)):
+            if isinstance(failure, RollpackError) or not isinstance(failure, Exception | None):
+                raise failure from None  # one of ours, or Ctrl-C
+            if failure is not None:
+                raise error from failure
+        raise
 
 
 def _plausible(names: Sequence[str], request: Request) -> pa.Schema:
@@ -133,12 +189,63 @@ def no_rows(schema: pa.Schema) -> pa.RecordBatch:
     return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
 
 
+#: The number of a part, and of what can be read of it alone: a row group of a Parquet file, a batch of an Arrow file.
+Piece: TypeAlias = tuple[int, int]
+
+
 @dataclass(frozen=True)
 class _Part:
-    """One object or file. ``names``: its columns, None where only the stream itself can tell."""
+    """One object or file.
 
-    stream: Callable[[list[str] | None], Any]
+    Attributes:
+        stream: the columns of these names (None: all) in these pieces (None: all), as an Arrow stream.
+        names: its columns, None where only the stream itself can tell.
+        lengths: the rows of each piece, None where only the stream itself can tell how many there are.
+    """
+
+    stream: Callable[[list[str] | None, list[int] | None], Any]
     names: Callable[[], list[str]] | None = None
+    lengths: Callable[[], list[int]] | None = None
+
+
+class _Batches:
+    """Batches that Python hands over one by one, as an Arrow stream.
+
+    Attributes:
+        schema: of the batches.
+        failure: what stopped them, of which the C interface passes on the text alone.
+    """
+
+    def __init__(self, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+        self.schema = schema
+        self.failure: BaseException | None = None
+        self._batches = batches
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        try:
+            self.schema.to_string(show_field_metadata=False, show_schema_metadata=False)
+        except UnicodeDecodeError as error:
+            raise DataError(f"the Arrow data is corrupt: the name of a column is no UTF-8: {error}") from error
+        return pa.RecordBatchReader.from_batches(self.schema, self._sound()).__arrow_c_stream__(requested_schema)
+
+    def _sound(self) -> Iterator[pa.RecordBatch]:
+        try:
+            for batch in self._batches:
+                yield _sound(batch)
+        except GeneratorExit:  # nobody wants the rest
+            raise
+        except BaseException as error:
+            self.failure = error
+            raise
+
+
+def _sound(data: T) -> T:
+    """Pyarrow knows the sizes of its buffers, and the C interface does not tell them: whether they suffice is asked here."""
+    try:
+        data.validate()  # type: ignore[attr-defined]
+    except pa.ArrowException as error:
+        raise DataError(f"the Arrow data is corrupt: {error}") from error
+    return data
 
 
 class Watch:
@@ -173,28 +280,30 @@ class Watch:
         self.rows.append(0)
         self.finished.append(False)
 
-        def open_stream(names: list[str] | None) -> pa.RecordBatchReader:
+        def open_stream(names: list[str] | None, pieces: list[int] | None) -> _Batches:
             self.current = number
-            stream = part.stream(names)
-            reader = stream if isinstance(stream, pa.RecordBatchReader) else pa.table(stream).to_reader()
+            stream = part.stream(names, pieces)
+            reader = pa.RecordBatchReader.from_stream(stream)
             self.rows[number], self.finished[number] = 0, False
-            return pa.RecordBatchReader.from_batches(reader.schema, self._batches(number, reader))
+            return _Batches(reader.schema, self._batches(number, reader, stream))
 
-        def read_names() -> list[str]:
+        def current(read: Callable[[], T]) -> T:
             self.current = number
-            return part.names() if part.names else []
+            return read()
 
-        return _Part(open_stream, read_names if part.names else None)
+        names = partial(current, part.names) if part.names else None
+        return _Part(open_stream, names, partial(current, part.lengths) if part.lengths else None)
 
-    def _batches(self, number: int, reader: pa.RecordBatchReader) -> Iterator[pa.RecordBatch]:
+    def _batches(self, number: int, reader: pa.RecordBatchReader, stream: Any) -> Iterator[pa.RecordBatch]:
         self.current = number
         try:
-            for batch in reader:
-                self.current = number
-                self.rows[number] += batch.num_rows
-                if self._progress is not None:
-                    self._progress(batch.num_rows)
-                yield batch
+            with reading([stream]):
+                for batch in reader:
+                    self.current = number
+                    self.rows[number] += batch.num_rows
+                    if self._progress is not None:
+                        self._progress(batch.num_rows)
+                    yield batch
         except GeneratorExit:  # nobody wants the rest
             raise
         except BaseException as error:
@@ -204,38 +313,109 @@ class Watch:
 
 
 def _table(table: pa.Table | pa.RecordBatch) -> _Part:
-    return _Part(lambda names: table if names is None else table.select(names), lambda: list(table.schema.names))
+    return _Part(
+        lambda names, _: _sound(table if names is None else table.select(names)),
+        lambda: list(table.schema.names),
+        lambda: [table.num_rows],
+    )
+
+
+def _columns(names: Sequence[str], column: Callable[[str], Any], num_rows: int | None = None) -> _Part:
+    """Columns of Python or numpy values. Those that are not read need not fit into Arrow."""
+
+    def convert(name: str) -> Any:
+        values = column(name)
+        if isinstance(values, np.ndarray) and values.ndim > 1:
+            values = list(values)
+        try:
+            return pa.array(values)
+        except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
+            raise SchemaError(f"column '{name}': its values cannot be made Arrow: {error}", name) from error
+
+    def stream(wanted: list[str] | None, _: object) -> pa.Table:
+        chosen = names if wanted is None else wanted
+        arrays = {name: convert(name) for name in chosen}
+        lengths = {name: len(array) for name, array in arrays.items()}
+        if len(set(lengths.values())) > 1:
+            raise DataError(f"the columns have different lengths: {lengths}")
+        return pa.table(arrays)
+
+    return _Part(stream, lambda: list(names), None if num_rows is None else lambda: [num_rows])
 
 
 def _object(data: Any) -> _Part:
     library = type(data).__module__.partition(".")[0]
-    if isinstance(data, pa.Table | pa.RecordBatch):
-        return _table(data)
-    # Importing it takes pandas along, and a second. Where nobody did, nobody has its objects.
-    datasets = sys.modules.get("pyarrow.dataset")
-    if datasets is not None and isinstance(data, datasets.Dataset):
-        return _Part(lambda names: data.scanner(columns=names).to_reader(), lambda: list(data.schema.names))
-    if datasets is not None and isinstance(data, datasets.Scanner):
-        return _Part(lambda _: data.to_reader())
-    if library == "datasets" and hasattr(data, "with_format"):
-        if not hasattr(data, "num_rows"):
-            raise TypeError("a streaming Hugging Face dataset has no fixed rows; load it without streaming=True")
-        if isinstance(data, Mapping):
-            raise TypeError(f"this is a dict of datasets; pass one of {list(data)}, such as data['train']")
-        # Formatting applies the indices that select, shuffle and filter leave behind.
-        return _table(data.with_format("arrow")[:])
-    if library == "polars" and hasattr(data, "collect"):
-        raise TypeError("a polars LazyFrame has no rows yet; pass frame.collect()")
-    if library in {"pandas", "polars"} and hasattr(data, "columns"):
-        # Only the columns that are read are converted: others may hold what Arrow cannot.
-        return _Part(lambda names: data if names is None else data[names], lambda: list(data.columns))
-    if hasattr(data, "__arrow_c_stream__") or hasattr(data, "__arrow_c_array__"):
-        return _Part(lambda _: data)
+    readers = {"pyarrow": _of_pyarrow, "polars": _of_polars, "datasets": _of_hugging_face}
+    part = readers[library](data) if library in readers else None
+    if part is not None:
+        return part
+    if library == "pandas" and hasattr(data, "columns"):
+        return _columns([name for name in data.columns if isinstance(name, str)], data.__getitem__, len(data))
+    if hasattr(data, "__arrow_c_stream__"):
+        return _Part(lambda *_: data)
+    if hasattr(data, "__arrow_c_array__"):
+        return _table(pa.record_batch(data))
+    if isinstance(data, Mapping) and all(isinstance(name, str) for name in data):
+        return _columns(list(data), data.__getitem__)
     raise TypeError(
         f"{type(data).__name__} is no data that rollpack reads: pass what speaks the Arrow PyCapsule protocol (a pyarrow "
-        "Table or reader, a polars or pandas DataFrame, a DuckDB result), a list of those, a Hugging Face dataset, or the "
-        "path of Parquet, Arrow IPC or JSON-lines files"
+        "Table or reader, a polars or pandas DataFrame, a DuckDB result), a list of those, a Hugging Face dataset, a list "
+        "of dicts or a dict of columns, or the path of Parquet, Arrow IPC or JSON-lines files"
     )
+
+
+def _of_pyarrow(data: Any) -> _Part | None:
+    # Importing pyarrow.dataset takes pandas along, and a second; hence names instead of types.
+    kinds = {kind.__name__ for kind in type(data).__mro__}
+    if kinds & {"Table", "RecordBatch"}:
+        return _table(data)
+    if "RecordBatchReader" in kinds:
+        return _Part(lambda *_: _Batches(data.schema, data))
+    if "_RecordBatchFileReader" in kinds:
+        return _arrow_file(lambda _: data, nullcontext)
+    if "ParquetFile" in kinds:
+        return _parquet(lambda: nullcontext(data), lambda: data.metadata, nullcontext)
+    if "Dataset" in kinds:
+        return _Part(lambda names, _: _scan(data, names), lambda: list(data.schema.names))
+    return _Part(lambda *_: _Batches(data.projected_schema, data.to_batches())) if "Scanner" in kinds else None
+
+
+def _of_polars(data: Any) -> _Part | None:
+    if hasattr(data, "collect"):
+        raise TypeError("a polars LazyFrame has no rows yet; pass frame.collect()")
+    if not hasattr(data, "columns"):
+        return None
+    # Only the columns that are read are converted: others may hold what Arrow cannot.
+    return _Part(lambda names, _: data if names is None else data[names], lambda: list(data.columns), lambda: [len(data)])
+
+
+def _of_hugging_face(data: Any) -> _Part | None:
+    if not hasattr(data, "with_format"):
+        return None
+    if not hasattr(data, "num_rows"):
+        raise TypeError("a streaming Hugging Face dataset has no fixed rows; load it without streaming=True")
+    if isinstance(data, Mapping):
+        raise TypeError(f"this is a dict of datasets; pass one of {list(data)}, such as data['train']")
+
+    def stream(names: list[str] | None, _: object) -> _Batches:
+        # Formatting applies the indices that select, shuffle and filter leave behind.
+        rows = data.with_format("arrow")
+        rows = rows if names is None else rows.select_columns(names)
+        batches = (batch for table in rows.iter(batch_size=4096) for batch in table.to_batches())
+        return _Batches(rows[:0].schema, batches)
+
+    return _Part(stream, lambda: list(data.column_names), lambda: [data.num_rows])
+
+
+def _scan(data: Any, names: list[str] | None) -> _Batches:
+    # By default it reads far ahead, and makes batches of 131,072 rows, which may be gigabytes of tokens.
+    options: dict[str, Any] = {"columns": names, "batch_size": 1024, "batch_readahead": 1, "fragment_readahead": 1}
+    chosen = getattr(getattr(data, "format", None), "default_fragment_scan_options", None)
+    parquet = getattr(sys.modules["pyarrow.dataset"], "ParquetFragmentScanOptions", None)
+    if parquet and isinstance(chosen, parquet) and chosen == parquet():
+        options["fragment_scan_options"] = parquet(use_buffered_stream=True, buffer_size=1 << 20, pre_buffer=False)
+    scanner = data.scanner(**options)
+    return _Batches(scanner.projected_schema, scanner.to_batches())
 
 
 def _paths(pattern: str) -> list[Path]:
@@ -262,24 +442,126 @@ def _file(path: Path) -> _Part:
     if start[:4] == b"PAR1":
         import pyarrow.parquet as papq  # imported where it is used: it makes `import rollpack` slow
 
-        return _Part(
-            lambda names: _readable(path, "Parquet", lambda: _parquet(path, names)),
-            lambda: _readable(path, "Parquet", lambda: list(papq.read_schema(path).names)),
-        )
+        # Files may be many: each is open only while it is read.
+        metadata = cache(partial(papq.read_metadata, path))
+        # Checksums are rare and cheap. Without a buffer whole columns of a row group would be read at once.
+        opened = partial(papq.ParquetFile, path, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True)
+        return _parquet(lambda: opened(metadata=metadata()), metadata, partial(_readable, path, "Parquet"))
     if start == b"ARROW1":
-        return _Part(lambda _: _readable(path, "Arrow IPC", lambda: paipc.open_file(pa.memory_map(str(path))).read_all()))
+        return _arrow_file(
+            lambda options: paipc.open_file(pa.memory_map(str(path)), options=options), partial(_readable, path, "Arrow IPC")
+        )
     if path.suffix in {".arrow", ".ipc", ".arrows", ".feather"}:
-        return _Part(lambda _: _readable(path, "Arrow IPC", lambda: paipc.open_stream(pa.memory_map(str(path)))))
+        return _Part(lambda *_: _arrow_stream(path))
     if start.lstrip()[:1] == b"{" or path.suffix in {".jsonl", ".ndjson", ".json"}:
-        return _Part(lambda _: _readable(path, "JSON lines", lambda: _json(path)))
+
+        def read(*_: object) -> pa.Table:
+            with _readable(path, "JSON lines"):
+                return _json(path)
+
+        return _Part(read)
     raise DataError(f"{path}: this is no Parquet, Arrow IPC or JSON-lines file")
 
 
-def _parquet(path: Path, names: list[str] | None) -> pa.RecordBatchReader:
+#: As ``_readable`` of a path and a kind, or nothing of the sort.
+_Guard: TypeAlias = Callable[[], AbstractContextManager[None]]
 
-    file = papq.ParquetFile(path)
-    schema = file.schema_arrow if names is None else pa.schema([file.schema_arrow.field(name) for name in names])
-    return pa.RecordBatchReader.from_batches(schema, file.iter_batches(batch_size=4096, columns=names))
+
+def _parquet(opened: Callable[[], AbstractContextManager[Any]], metadata: Callable[[], Any], readable: _Guard) -> _Part:
+    """Row groups can be read alone."""
+
+    def schema() -> pa.Schema:
+        with readable():
+            return metadata().schema.to_arrow_schema()
+
+    def names() -> list[str]:
+        with readable():
+            return list(schema().names)
+
+    def lengths() -> list[int]:
+        with readable():
+            return [metadata().row_group(i).num_rows for i in range(metadata().num_row_groups)]
+
+    def stream(wanted: list[str] | None, pieces: list[int] | None) -> _Batches:
+        columns = schema() if wanted is None else pa.schema([schema().field(name) for name in wanted])
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            with readable(), opened() as file:
+                size = _batch_size(file.metadata)
+                for run in _runs(lengths(), pieces, size):
+                    yield from file.iter_batches(batch_size=size, columns=wanted, row_groups=run)
+
+        return _Batches(columns, batches())
+
+    return _Part(stream, names, lengths)
+
+
+def _runs(lengths: Sequence[int], pieces: Iterable[int] | None, rows: int) -> Iterator[list[int]]:
+    """Row groups, in runs of so many rows at least: a reader of many row groups holds more than it gives."""
+    run: list[int] = []
+    for piece in range(len(lengths)) if pieces is None else pieces:
+        run.append(piece)
+        if sum(lengths[i] for i in run) >= rows:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _batch_size(metadata: Any) -> int:
+    """Rows of about 8 MiB: a row may hold a few tokens, or a hundred thousand."""
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    return int(min(max((8 << 20) * metadata.num_rows // max(size, 1), 1), 4096))
+
+
+def _arrow_file(opened: Callable[[paipc.IpcReadOptions | None], Any], readable: _Guard) -> _Part:
+    """Batches can be read alone."""
+
+    def schema() -> pa.Schema:
+        with readable():
+            return opened(None).schema
+
+    def names() -> list[str]:
+        with readable():
+            return list(schema().names)
+
+    @cache
+    def lengths() -> list[int]:
+        # The number of rows is known where a batch is read: of its first flat column only, which may be compressed.
+        flat = [i for i, field in enumerate(schema()) if not pa.types.is_nested(field.type)]
+        with readable():
+            file = opened(paipc.IpcReadOptions(included_fields=flat[:1]))
+            return [file.get_batch(i).num_rows for i in range(file.num_record_batches)]
+
+    def stream(wanted: list[str] | None, pieces: list[int] | None) -> _Batches:
+        columns = schema() if wanted is None else pa.schema([schema().field(name) for name in wanted])
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            with readable():
+                included = [] if wanted is None else [schema().get_field_index(name) for name in wanted]
+                file = opened(paipc.IpcReadOptions(included_fields=included))
+                for i in range(file.num_record_batches) if pieces is None else pieces:
+                    batch = file.get_batch(i)
+                    yield batch if wanted is None else batch.select(wanted)
+
+        return _Batches(columns, batches())
+
+    return _Part(stream, names, lengths)
+
+
+def _arrow_stream(path: Path) -> _Batches:
+    with _readable(path, "Arrow IPC"):
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - 8, 0))
+            if file.read() != b"\xff\xff\xff\xff\0\0\0\0":
+                raise DataError(f"{path}: the Arrow stream has no end: it was cut short, or is still being written")
+        reader = paipc.open_stream(pa.memory_map(str(path)))
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with _readable(path, "Arrow IPC"):
+            yield from reader
+
+    return _Batches(reader.schema, batches())
 
 
 def _json(path: Path) -> pa.Table:
@@ -306,8 +588,9 @@ def _json_blocks(path: Path, size: int, known: pa.Schema | None = None) -> pa.Ta
     )
 
 
-def _readable(path: Path, kind: str, read: Callable[[], T]) -> T:
+@contextmanager
+def _readable(path: Path, kind: str) -> Iterator[None]:
     try:
-        return read()
-    except (pa.ArrowException, OSError) as error:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last of a column's name
         raise DataError(f"{path}: cannot be read as {kind}: {error}") from error

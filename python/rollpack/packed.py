@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -64,24 +65,25 @@ def write_packed(
         RollpackError: as for :func:`rollpack.pack`.
     """
     settings = plan.settings
-    packer = Packer(data, plan.columns, token_columns, sample_columns)
     ranks = [(dp, cp) for dp in range(settings.dp_size) for cp in range(settings.cp_size)]
     names = [f"dp{dp}-cp{cp}.arrow" for dp, cp in ranks]
     metadata = {_METADATA: base64.b64encode(plan.to_bytes())}
-    with write_whole_directory(Path(directory)) as temporary:
-        for (dp_rank, cp_rank), name in zip(ranks, names, strict=True):
-            writer = None
-            with pa.OSFile(str(temporary / name), "wb") as sink:
-                for step in range(len(plan.steps)):
-                    for micro_batch in packer.rank(plan, step, dp_rank, cp_rank):
-                        batch = _to_record(micro_batch)
-                        if writer is None:
-                            writer = pa.ipc.new_file(sink, batch.schema.with_metadata(metadata))
-                        writer.write_batch(batch.replace_schema_metadata(metadata))
-                        if progress is not None:
-                            progress(1)
-                if writer is not None:
-                    writer.close()
+    packer = Packer(data, plan.columns, token_columns, sample_columns, rows=plan._rows_of(0))
+    with write_whole_directory(Path(directory)) as temporary, ExitStack() as stack:
+        writers: list[pa.RecordBatchWriter | None] = [None] * len(ranks)
+        # Step by step, so that what a step lies in is read once for all ranks.
+        for step in range(len(plan.steps)):
+            packer.hold(plan._rows_of(step))
+            for rank, (dp_rank, cp_rank) in enumerate(ranks):
+                for micro_batch in packer.rank(plan, step, dp_rank, cp_rank):
+                    batch = _to_record(micro_batch).replace_schema_metadata(metadata)
+                    if (writer := writers[rank]) is None:
+                        writer = writers[rank] = stack.enter_context(
+                            pa.ipc.new_file(str(temporary / names[rank]), batch.schema)
+                        )
+                    writer.write_batch(batch)
+                    if progress is not None:
+                        progress(1)
     return [Path(directory) / name for name in names]
 
 

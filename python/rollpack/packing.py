@@ -141,12 +141,25 @@ def pack(
     step = plan._only_step() if step is None else step
     plan._bounds(step, dp_rank, 0)
     plan._check("cp_rank", cp_rank, plan.settings.cp_size)
-    packer = Packer(data, plan.columns, token_columns, sample_columns)
+    packer = Packer(data, plan.columns, token_columns, sample_columns, rows=plan._rows_of(step, dp_rank))
     return packer.rank(plan, step, dp_rank, cp_rank)
 
 
+#: The plan's columns that packing checks or passes on, each with what a placeholder has there, and those of groups.
+_PLANNED = {
+    "row": -1,
+    "total_length": 0,
+    "response_length": 0,
+    "mask_sum": 0,
+    "rollout_mask_sum": 0,
+    "rollout_index": -1,
+    "sample_weight": 0,
+}
+_PLANNED_PROMPTS = {"prompt_mask_sum": 0, "prompt_index": -1}
+
+
 class Packer:
-    """Data that was read once, to pack any number of ranks, steps and plans of it."""
+    """Data that is held to pack ranks, steps and plans of it."""
 
     def __init__(
         self,
@@ -154,11 +167,26 @@ class Packer:
         columns: Mapping[str, str | None],
         token_columns: Sequence[str] = (),
         sample_columns: Sequence[str] = (),
+        *,
+        rows: npt.NDArray[np.int64] | None = None,
     ) -> None:
+        """``rows``: as for :meth:`hold`."""
         # Ids were settled by the plan: no key and no groups are read.
-        request = Request.make(columns, (), token_columns=token_columns, sample_columns=sample_columns)
-        self._request = request
-        self._rows = Source.of(data).take(request)
+        self._request = Request.make(columns, (), token_columns=token_columns, sample_columns=sample_columns)
+        self._source = Source.of(data)
+        self._pieces = self._source.holding(rows)
+        self._rows = self._source.take(self._request, self._pieces)
+
+    def hold(self, rows: npt.NDArray[np.int64] | None) -> None:
+        """Hold what is needed to pack these rows, None for all: of files the row groups or batches that they lie in.
+
+        What is held already is not read again; else all is let go of and read anew.
+        """
+        pieces = self._source.holding(rows)
+        if not pieces <= self._pieces:
+            del self._rows  # so that never both are held
+            self._rows = self._source.take(self._request, pieces)
+            self._pieces = pieces
 
     def rank(self, plan: Plan, step: int, dp_rank: int, cp_rank: int) -> Iterator[MicroBatch[npt.NDArray[Any]]]:
         """The micro-batches of one rank in one step."""
@@ -167,34 +195,55 @@ class Packer:
                 f"{plan.num_rows} rows were planned, and the data now has {self._rows.num_rows}: it is not the data that "
                 "was planned, or a reader that was read before (pass a table or a path)"
             )
-        for index in range(plan.steps[step].num_micro_batches):
-            yield self._pack(plan, step, dp_rank, cp_rank, index)
+        # What all micro-batches share is worked out once: it takes longer than the packing of a small one.
+        settings, counts = plan.settings, plan.steps[step]
+        shared = {
+            "step": step,
+            "dp_rank": dp_rank,
+            "cp_rank": cp_rank,
+            "num_rollouts": counts.num_rollouts,
+            "num_prompts": counts.num_prompts,
+            "num_tokens": counts.num_tokens,
+            "loss_aggregation": settings.loss_aggregation,
+            "divisor": settings.divisor,
+            "num_micro_batches": counts.num_micro_batches,
+            "dp_size": settings.dp_size,
+            "cp_size": settings.cp_size,
+            "layout": settings.layout,
+            "num_indices": plan._unit_counts,
+            "plan_id": plan.id,
+        }
+        columns = {name: plan._slice(name, slice(None)) for name in _PLANNED}
+        if settings.loss_aggregation == "prompt_mean":
+            columns |= {name: plan._slice(name, slice(None)) for name in _PLANNED_PROMPTS}
+        for index in range(counts.num_micro_batches):
+            at = plan._bounds(step, dp_rank, index)
+            placed = {name: column[at] for name, column in columns.items()}
+            yield self._pack(placed, settings.cut, cp_rank, index, shared)
 
-    def _pack(self, plan: Plan, step: int, dp_rank: int, cp_rank: int, index: int) -> MicroBatch[npt.NDArray[Any]]:
-        settings, counts, rows, request = plan.settings, plan.steps[step], self._rows, self._request
-        at = plan._bounds(step, dp_rank, index)
-        row, total, response, mask_sum = (
-            plan._slice(column, at).copy() for column in ("row", "total_length", "response_length", "mask_sum")
-        )
-        planned = (row, total, response, mask_sum)
-        samples, positions, max_seqlen, lengths = rows.size(planned, settings.cut)
+    def _pack(
+        self, placed: Mapping[str, npt.NDArray[Any]], cut: tuple[int, str, int, int], cp_rank: int, index: int, shared: Any
+    ) -> MicroBatch[npt.NDArray[Any]]:
+        """``placed``: the plan's columns for this micro-batch. ``shared``: what it has in common with the others."""
+        rows, request = self._rows, self._request
+        planned = placed["row"], placed["total_length"], placed["response_length"], placed["mask_sum"]
+        samples, positions, max_seqlen, lengths = rows.size(planned, cut)
         ints = np.empty(lengths[0], np.int32)
         mask = np.empty(lengths[1], np.bool_)
         floats = np.empty(lengths[2], np.float32)
         doubles = np.empty(lengths[3], np.float64)
-        rows.pack(planned, settings.cut, cp_rank, ints, mask, floats, doubles)
+        rows.pack(planned, cut, cp_rank, ints, mask, floats, doubles)
 
         by_position = _views(ints, [positions] * 4 + [samples + 1] * 2)
-        prompts = settings.loss_aggregation == "prompt_mean"
-        is_placeholder = len(row) == 0
-
-        def per_sample(column: str, dummy: npt.NDArray[Any]) -> npt.NDArray[Any]:
-            values: npt.NDArray[Any] = plan._slice(column, at)
-            return dummy if is_placeholder else values.copy()
-
-        nothing, nowhere = np.zeros(1, np.int64), np.full(1, -1)
-        singles = iter(_views(floats[positions * len(request.token_columns) :], [samples] * sum(rows.float_columns)))
-        others = iter(_views(doubles, [samples] * (len(rows.float_columns) - sum(rows.float_columns))))
+        is_placeholder = len(placed["row"]) == 0
+        if is_placeholder:
+            nothing = _PLANNED | _PLANNED_PROMPTS
+            own = {name: np.full(1, nothing[name], column.dtype) for name, column in placed.items()}
+        else:  # copies: a micro-batch has arrays of its own, and does not keep the plan
+            own = {name: column.copy() for name, column in placed.items()}
+        float_columns = rows.float_columns
+        singles = iter(_views(floats[positions * len(request.token_columns) :], [samples] * sum(float_columns)))
+        others = iter(_views(doubles, [samples] * (len(float_columns) - sum(float_columns))))
         return MicroBatch(
             tokens=by_position[0],
             labels=by_position[1],
@@ -203,36 +252,23 @@ class Packer:
             loss_mask=mask,
             cu_seqlens=by_position[4],
             cu_seqlens_padded=by_position[5],
-            rows=nowhere if is_placeholder else row,
-            mask_sums=nothing if is_placeholder else mask_sum,
-            rollout_mask_sums=per_sample("rollout_mask_sum", nothing),
-            prompt_mask_sums=per_sample("prompt_mask_sum", nothing) if prompts else None,
-            rollout_indices=per_sample("rollout_index", nowhere),
-            prompt_indices=per_sample("prompt_index", nowhere) if prompts else None,
-            sample_weights=per_sample("sample_weight", np.zeros(1)),
+            rows=own["row"],
+            mask_sums=own["mask_sum"],
+            rollout_mask_sums=own["rollout_mask_sum"],
+            prompt_mask_sums=own.get("prompt_mask_sum"),
+            rollout_indices=own["rollout_index"],
+            prompt_indices=own.get("prompt_index"),
+            sample_weights=own["sample_weight"],
             max_seqlen=max_seqlen,
             is_placeholder=is_placeholder,
-            step=step,
-            dp_rank=dp_rank,
-            cp_rank=cp_rank,
             index=index,
-            num_indices=plan._unit_counts,
-            num_rollouts=counts.num_rollouts,
-            num_prompts=counts.num_prompts,
-            num_tokens=counts.num_tokens,
-            loss_aggregation=settings.loss_aggregation,
-            divisor=settings.divisor,
-            num_micro_batches=counts.num_micro_batches,
-            dp_size=settings.dp_size,
-            cp_size=settings.cp_size,
-            layout=settings.layout,
-            plan_id=plan.id,
+            **shared,
             columns=dict(
                 zip(request.token_columns, _views(floats, [positions] * len(request.token_columns)), strict=True)
             ),
             sample_columns={
                 name: next(singles if single else others)
-                for name, single in zip(request.sample_columns, rows.float_columns, strict=True)
+                for name, single in zip(request.sample_columns, float_columns, strict=True)
             },
         )
 

@@ -231,6 +231,14 @@ class Plan:
         index = int(self._first_bins[step]) + dp_rank * per_rank + micro_batch
         return slice(int(self._offsets[index]), int(self._offsets[index + 1]))
 
+    def _rows_of(self, step: int, dp_rank: int | None = None) -> npt.NDArray[np.int64]:
+        """The rows of all micro-batches of a rank in a step, or of a whole step."""
+        per_rank = self._step(step).num_micro_batches
+        first = int(self._first_bins[step]) + (dp_rank or 0) * per_rank
+        last = first + per_rank * (self.settings.dp_size if dp_rank is None else 1)
+        rows: npt.NDArray[np.int64] = self._slice("row", slice(int(self._offsets[first]), int(self._offsets[last])))
+        return rows
+
     def _step(self, step: int) -> Step:
         self._check("step", step, len(self.steps))
         return self.steps[step]

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollpack import _core
-from rollpack._sources import Request, Source
+from rollpack._sources import Request, Source, reading
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -74,5 +74,7 @@ def summarize(
         DataError: a value is wrong (it names column, row and value), or there is no row at all.
     """
     request = Request.make(columns, rollout_key, groups=groups)
-    batch, key = _core.summarize(Source.of(data).streams(request), request)
+    streams = Source.of(data).streams(request)
+    with reading(streams):
+        batch, key = _core.summarize(streams, request)
     return Summary(batch, tuple(key), request.groups, request)

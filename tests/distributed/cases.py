@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
-from itertools import cycle
+from itertools import cycle, product
 from typing import NamedTuple
 
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
@@ -29,6 +29,9 @@ TRAINERS = {
     "megatron_legacy": "megatron",
     "megatron_per_token": "megatron",
 }
+
+#: DeepSpeed refuses float64 gradients (ZeRO 0) or keeps float32 master weights (ZeRO 1 and 2).
+FLOAT32_ONLY = {"deepspeed_0", "deepspeed_1", "deepspeed_2"}
 
 LAYOUTS = [
     (1, 1, "zigzag"),
@@ -86,18 +89,20 @@ def cases(full: bool = os.environ.get("ROLLPACK_ALL") == "1") -> list[Case]:
     """All of them, or what a test run can afford: every trainer under every cut, with modes and budgets taking turns."""
     chosen = []
     turns = cycle([(mode, budget) for budget in BUDGETS[:2] for mode in MODES])
-    for dp_size, cp_size, layout in LAYOUTS:
-        for trainer in TRAINERS:
-            at = (trainer, dp_size, cp_size, layout)
-            if full:
-                chosen += [Case(*at, budget, mode, "float64") for budget in BUDGETS for mode in MODES]
-                chosen += [Case(*at, BUDGETS[0], mode, "float32") for mode in MODES]
-                chosen += [Case(*at, BUDGETS[0], mode, "float64", critic=True) for mode in MODES]
-            else:
-                mode, budget = next(turns)
-                every = (dp_size, cp_size, layout) == (2, 2, "zigzag")
-                chosen += [Case(*at, budget, m, "float64") for m in (MODES if every else [mode])]
-                if every:
-                    chosen += [Case(*at, BUDGETS[0], mode, "float32"), Case(*at, BUDGETS[0], mode, "float64", critic=True)]
+    for (dp_size, cp_size, layout), trainer in product(LAYOUTS, TRAINERS):
+        at = (trainer, dp_size, cp_size, layout)
+        best = "float32" if trainer in FLOAT32_ONLY else "float64"
+        if full:
+            chosen += [Case(*at, budget, mode, best) for budget in BUDGETS for mode in MODES]
+            chosen += [Case(*at, BUDGETS[0], mode, best, critic=True) for mode in MODES]
+            chosen += [Case(*at, BUDGETS[0], mode, "float32") for mode in MODES if best != "float32"]
+            continue
+        mode, budget = next(turns)
+        if (dp_size, cp_size, layout) == (2, 2, "zigzag"):
+            chosen += [Case(*at, budget, mode, best) for mode in MODES]
+            chosen += [Case(*at, budget, mode, best, critic=True)]
+            chosen += [Case(*at, budget, mode, "float32")] if best != "float32" else []
+        else:
+            chosen += [Case(*at, budget, mode, best)]
     # Megatron sets up its groups once per cp_size.
     return sorted(chosen, key=lambda case: (case.ranks, case.cp_size, case.trainer))

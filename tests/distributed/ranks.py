@@ -8,6 +8,7 @@ new ones.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import signal
@@ -18,6 +19,7 @@ import time
 import traceback
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
+from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ HERE = Path(__file__).parent
 #: Seconds that one case may take, of which its collectives may wait for so many.
 CASE_LIMIT, COLLECTIVE_LIMIT = 90, 60
 
-Result = dict[str, Any]  # gradient, weights, loss: deviations; seconds; or error
+Result = dict[str, Any]  # the deviations of gradient and weights, and more of the run; or an error
 
 
 def run(cases: Sequence[Case], *, limit: float) -> dict[Case, Result]:
@@ -41,8 +43,9 @@ def run(cases: Sequence[Case], *, limit: float) -> dict[Case, Result]:
             process = subprocess.Popen(
                 [sys.executable, __file__, todo, results], cwd=folder, stdout=out, stderr=out, start_new_session=True
             )
+            why = f"not reached within {limit} s"
             try:
-                process.wait(limit)
+                why = f"not reached: the program ended with status {process.wait(limit)}"
             except subprocess.TimeoutExpired:
                 pass
             finally:
@@ -52,12 +55,12 @@ def run(cases: Sequence[Case], *, limit: float) -> dict[Case, Result]:
         lines = [json.loads(line) for line in results.read_text().splitlines()]
         done = {Case(*case): result for case, result in lines}
         tail = "\n".join(log.read_text().splitlines()[-30:])
-    return {case: done.get(case, {"error": f"not reached within {limit} s\n{tail}"}) for case in cases}
+    return {case: done.get(case, {"error": f"{why}\n{tail}"}) for case in cases}
 
 
 def main(todo: str, results: str) -> None:
     cases = [Case(*case) for case in json.loads(Path(todo).read_text())]
-    preload({TRAINERS[case.trainer] for case in cases})
+    preload({TRAINERS.get(case.trainer, "torch") for case in cases})
     work = Work()
     for case in cases:
         work.truth(case)
@@ -70,19 +73,24 @@ def main(todo: str, results: str) -> None:
 def preload(libraries: Iterable[str]) -> None:
     """Import what the cases need, once for all ranks."""
     import torch
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
 
     torch.set_num_threads(1)
+    if sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ |= {"DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     if "accelerate" in libraries:
         import accelerate  # noqa: F401
     if "transformers" in libraries:
         from transformers import Trainer  # noqa: F401
-    if "deepspeed" in libraries:
+    if find_spec("deepspeed") and not {"accelerate", "deepspeed"}.isdisjoint(libraries):
         import deepspeed  # noqa: F401
     if "megatron" in libraries:
         import megatron.core.distributed
         import megatron.core.pipeline_parallel.schedules
         import megatron.core.transformer  # noqa: F401
+    gc.freeze()  # Trainer collects garbage at every turn: what was imported is none
 
 
 class Work:
@@ -90,8 +98,9 @@ class Work:
 
     def __init__(self) -> None:
         import tiny
+        import trainers
 
-        self.tiny = tiny
+        self.tiny, self.trainers = tiny, trainers
         self.table = tiny.rollouts()
         self.truths: dict[tuple[str, bool], tiny.Truth] = {}
 
@@ -105,7 +114,6 @@ class Work:
         """Train as the case says, in this rank, and compare. The worst rank counts."""
         import torch
         import torch.distributed as dist
-        import trainers
 
         import rollpack
         from rollpack.testing import Cut
@@ -116,19 +124,21 @@ class Work:
         plan = cut.plan(self.table, loss_aggregation=case.mode, divisor=divisor)
         dp_rank, cp_rank = divmod(dist.get_rank(), case.cp_size)
         packed = rollpack.pack(self.table, plan, dp_rank=dp_rank, cp_rank=cp_rank, token_columns=["advantages"])
-        group = trainers.cp_group(case.dp_size, case.cp_size)
+        group = self.trainers.cp_group(case.dp_size, case.cp_size)
         model = self.tiny.fresh(getattr(torch, case.dtype), critic=case.critic, cp_group=group)
-        job = trainers.Job(model, [m.to("cpu") for m in packed], case.dp_size, case.cp_size)
-        trainers.TRAINERS[case.trainer](job)
+        job = self.trainers.Job(model, [m.to("cpu") for m in packed], case.dp_size, case.cp_size)
+        self.trainers.TRAINERS[case.trainer](job)
 
         truth = self.truth(case)
         weights = self.tiny.copy(job.model, lambda p: p)
         errors = torch.tensor([truth.gradient_error(job.gradient), truth.weights_error(weights)], dtype=torch.float64)
         errors = errors.nan_to_num(nan=float("inf"))
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
-        gradient, moved = errors.tolist()
-        seconds = round(time.monotonic() - started, 3)
-        return {"gradient": gradient, "weights": moved, "K": job.accumulation_steps, "seconds": seconds}
+        logged = torch.tensor(list(job.logged.values()), dtype=torch.float64)
+        dist.all_reduce(logged)
+        result = {"gradient": errors[0].item(), "weights": errors[1].item(), "seconds": time.monotonic() - started}
+        result |= {"loss": truth.loss, "micro_batches": len(job.micro_batches), "tokens": plan.steps[0].num_tokens}
+        return result | dict(zip(job.logged, logged.tolist(), strict=True))
 
 
 def start(size: int, cases: Sequence[Case], work: Work, results: str) -> int:

@@ -28,16 +28,17 @@ def versions() -> str:
 
 
 def table(results: Mapping[Case, Mapping[str, Any]]) -> Iterable[str]:
-    """Lines: a row per trainer, precision and cut, the largest gradient error of each mode, and that of the weights."""
-    yield f"{'trainer':21} {'dtype':8} {'dp x cp':14} " + " ".join(f"{m:>11}" for m in (*MODES, "weights")) + "   runs"
-    rows: dict[tuple[Any, ...], list[Case]] = {}
-    for case in results:
-        rows.setdefault((case.trainer + (" +critic" if case.critic else ""), case.dtype, case.cut), []).append(case)
-    order = list(TRAINERS)
-    for (trainer, dtype, cut), of_row in sorted(rows.items(), key=lambda r: (r[0][1] == "float32", order.index(r[1][0].trainer))):
+    """Lines: for each trainer, precision and layout the largest gradient error of each mode, and that of the weights."""
+    rows: dict[tuple[str, ...], list[Case]] = {}
+    for case in sorted(results, key=lambda case: (case.dtype == "float32", [*TRAINERS].index(case.trainer), case.critic)):
+        name = case.trainer + " +critic" * case.critic
+        rows.setdefault((name, case.dtype, "no cp" if case.cp_size == 1 else case.layout), []).append(case)
+    yield f"{'trainer':28} {'dtype':8} {'layout':10} " + " ".join(f"{m:>11}" for m in (*MODES, "weights")) + "  cuts"
+    for (name, dtype, layout), of_row in rows.items():
         cells = [_worst([results[c].get("gradient") for c in of_row if c.mode == mode]) for mode in MODES]
         cells.append(_worst([results[c].get("weights") for c in of_row]))
-        yield f"{trainer:21} {dtype:8} {cut:14} " + " ".join(f"{c:>11}" for c in cells) + f" {len(of_row):>6}"
+        cuts = len({(c.cut, c.max_tokens_per_gpu) for c in of_row})
+        yield f"{name:28} {dtype:8} {layout:10} " + " ".join(f"{c:>11}" for c in cells) + f" {cuts:>5}"
 
 
 def _worst(errors: list[float | None]) -> str:
@@ -57,8 +58,10 @@ def main() -> None:
     for case, result in results.items():
         if "error" in result:
             print(f"\n{case}\n{result['error']}")
-        elif result["gradient"] > TOLERANCES[case.dtype]:
+        elif max(result["gradient"], result["weights"]) > TOLERANCES[case.dtype]:
             print(f"{case}: {result}")
+    seconds = {t: [r["seconds"] for c, r in results.items() if c.trainer == t and "seconds" in r] for t in TRAINERS}
+    print("seconds a case: " + ", ".join(f"{t} {sum(s) / len(s):.2f}" for t, s in seconds.items() if s))
     print(f"{sum(r.get('seconds', 0) for r in results.values()):.0f} s in {len(results)} cases")
 
 

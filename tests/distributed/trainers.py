@@ -33,6 +33,7 @@ class Job:
     cp_size: int
     steps: int = 3
     gradient: tiny.Tensors = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)
 
     @property
     def accumulation_steps(self) -> int:
@@ -45,11 +46,12 @@ class Job:
 
 def none(job: Job) -> None:
     """Gradients summed over all ranks by hand."""
-    reducer = LossReducer(backend="none")
+    reducer = LossReducer(backend="none", mesh=dist.group.WORLD)
     optimizer = tiny.adamw(job.model.parameters())
     for _ in range(job.steps):
-        for micro_batch in job.micro_batches:
-            tiny.loss(reducer, job.model(micro_batch), micro_batch).backward()
+        with reducer.step():  # notices a micro-batch that is left out or comes twice
+            for micro_batch in job.micro_batches:
+                tiny.loss(reducer, job.model(micro_batch), micro_batch).backward()
         for parameter in job.model.parameters():
             dist.all_reduce(parameter.grad)
         job.saw()
@@ -57,16 +59,17 @@ def none(job: Job) -> None:
         optimizer.zero_grad()
 
 
-def ddp(job: Job, *, no_sync: bool) -> None:
+def ddp(job: Job, *, no_sync: bool, backend: str = "ddp") -> None:
     """DistributedDataParallel over the dp x cp group; with no_sync it averages once, after the last micro-batch."""
-    reducer = LossReducer(backend="ddp")
+    reducer = LossReducer(backend=backend, mesh=dist.group.WORLD)
     model = DistributedDataParallel(job.model)
     optimizer = tiny.adamw(model.parameters())
     for _ in range(job.steps):
-        for micro_batch in job.micro_batches:
-            last = micro_batch.index == micro_batch.num_micro_batches - 1
-            with model.no_sync() if no_sync and not last else contextlib.nullcontext():
-                tiny.loss(reducer, model(micro_batch), micro_batch).backward()
+        with reducer.step():
+            for micro_batch in job.micro_batches:
+                last = micro_batch.index == micro_batch.num_micro_batches - 1
+                with model.no_sync() if no_sync and not last else contextlib.nullcontext():
+                    tiny.loss(reducer, model(micro_batch), micro_batch).backward()
         job.saw()
         optimizer.step()
         optimizer.zero_grad()
@@ -76,7 +79,8 @@ def fsdp(job: Job, *, replicas: int = 1, sums: bool = False) -> None:
     """FSDP2 over the dp x cp ranks, or hybrid: sharded within each of ``replicas`` groups."""
     ranks = dist.get_world_size()
     replicas = min(replicas, ranks)
-    mesh = init_device_mesh("cpu", (ranks,) if replicas == 1 else (replicas, ranks // replicas))
+    shape = {"replicate": replicas, "shard": ranks // replicas} if replicas > 1 else {"shard": ranks}
+    mesh = init_device_mesh("cpu", tuple(shape.values()), mesh_dim_names=tuple(shape))
     for module in [*job.model.layers, job.model]:
         fully_shard(module, mesh=mesh)
     if sums:  # as torchtitan does; it has to be said to every module that is sharded
@@ -84,11 +88,12 @@ def fsdp(job: Job, *, replicas: int = 1, sums: bool = False) -> None:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no other
-    reducer = LossReducer(backend="none" if sums else "fsdp")
+    reducer = LossReducer(backend="none" if sums else "fsdp", mesh=dist.group.WORLD)
     optimizer = tiny.adamw(job.model.parameters())
     for _ in range(job.steps):
-        for micro_batch in job.micro_batches:
-            tiny.loss(reducer, job.model(micro_batch), micro_batch).backward()
+        with reducer.step():
+            for micro_batch in job.micro_batches:
+                tiny.loss(reducer, job.model(micro_batch), micro_batch).backward()
         job.saw()
         optimizer.step()
         optimizer.zero_grad()
@@ -102,7 +107,7 @@ def accelerate(job: Job) -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=job.accumulation_steps)
     assert accelerator.num_processes == dist.get_world_size()
-    reducer = LossReducer(backend="accelerate", accumulation_steps=job.accumulation_steps)
+    reducer = LossReducer(backend="accelerate", mesh=dist.group.WORLD, accumulation_steps=job.accumulation_steps)
     model, optimizer = accelerator.prepare(job.model, tiny.adamw(job.model.parameters()))
     for _ in range(job.steps):
         for micro_batch in job.micro_batches:
@@ -131,7 +136,7 @@ def deepspeed(job: Job, *, stage: int) -> None:
             "zero_allow_untested_optimizer": True,
         },
     )
-    reducer = LossReducer(backend="deepspeed", accumulation_steps=job.accumulation_steps)
+    reducer = LossReducer(backend="deepspeed", mesh=dist.group.WORLD, accumulation_steps=job.accumulation_steps)
     for _ in range(job.steps):
         for micro_batch in job.micro_batches:
             engine.backward(tiny.loss(reducer, engine(micro_batch), micro_batch))
@@ -153,7 +158,10 @@ def hf_trainer(job: Job, *, backend: str, window: int = 0) -> None:
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     AcceleratorState._reset_state(reset_partial_state=True)
-    reducer = LossReducer(backend=backend, accumulation_steps=job.accumulation_steps if backend == "hf_trainer" else None)
+    divides = backend == "hf_trainer"
+    reducer = LossReducer(
+        backend=backend, mesh=dist.group.WORLD, accumulation_steps=job.accumulation_steps if divides else None
+    )
 
     class RolloutTrainer(Trainer):
         def get_train_dataloader(self) -> Any:
@@ -162,7 +170,7 @@ def hf_trainer(job: Job, *, backend: str, window: int = 0) -> None:
     class OwnLossTrainer(RolloutTrainer):
         loss_is_scaled_for_ga = backend == "hf_trainer_scaled"
 
-        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> torch.Tensor:
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> torch.Tensor:
             return tiny.loss(reducer, model(inputs["micro_batch"]), inputs["micro_batch"])
 
     class See(TrainerCallback):
@@ -186,9 +194,9 @@ def hf_trainer(job: Job, *, backend: str, window: int = 0) -> None:
     optimizer = tiny.adamw(job.model.parameters())
     shared = {"model": job.model, "args": arguments, "optimizers": (optimizer, None), "callbacks": [See]}
     if backend == "hf_trainer_num_items":
-        micro_batch = iter(job.micro_batches * job.steps)
+        following = iter(job.micro_batches * job.steps)  # the Trainer gives the function outputs and labels alone
         trainer = RolloutTrainer(
-            **shared, compute_loss_func=lambda outputs, labels, **_: tiny.loss(reducer, outputs, next(micro_batch))
+            **shared, compute_loss_func=lambda outputs, *_, **__: tiny.loss(reducer, outputs, next(following))
         )
     else:
         trainer = OwnLossTrainer(**shared)
@@ -199,6 +207,7 @@ def hf_trainer(job: Job, *, backend: str, window: int = 0) -> None:
 def megatron(job: Job, *, backend: str) -> None:
     """Megatron core: its schedule, its DistributedDataParallel, its finalize_model_grads."""
     with megatron_on_cpu(job.model.head.weight.dtype):
+        from megatron.core import parallel_state
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
         from megatron.core.pipeline_parallel.schedules import forward_backward_no_pipelining
         from megatron.core.transformer import TransformerConfig
@@ -214,39 +223,47 @@ def megatron(job: Job, *, backend: str) -> None:
         model = DistributedDataParallel(config, DistributedDataParallelConfig(), MegatronModel(job.model))
         config.no_sync_func = model.no_sync
         config.finalize_model_grads_func = finalize_model_grads
-        reducer = LossReducer(backend=backend)
+        averaged = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        reducer = LossReducer(backend=backend, mesh=averaged)
+        log: list[dict[str, torch.Tensor]] = []
 
         def forward_step(data: Iterator[MicroBatch[torch.Tensor]], model: Any) -> Any:
             micro_batch = next(data)
 
             def loss_function(outputs: tuple[torch.Tensor, ...]) -> tuple[Any, ...]:
-                # Megatron divides what is returned in place: log a clone of it, or what it is made of.
                 if backend == "megatron_per_token":
                     parts = [
                         reducer.loss_and_count(x, micro_batch, loss_aggregation=mode)
                         for x, mode in tiny.terms(outputs, micro_batch)
                     ]
-                    return sum(loss for loss, _ in parts), parts[0][1], {}
-                loss = tiny.loss(reducer, outputs, micro_batch)
-                return (loss, {}) if backend == "megatron_legacy" else (loss, torch.tensor(1), {})
+                    loss, count = sum(loss for loss, _ in parts), parts[0][1]
+                else:
+                    loss, count = tiny.loss(reducer, outputs, micro_batch), torch.tensor(1)
+                # Megatron divides in place what is returned: a view of it logs what it then is, a clone what it was.
+                log.append({"view": loss.detach(), "clone": loss.detach().clone()})
+                return (loss, {}) if backend == "megatron_legacy" else (loss, count, {})
 
             return model(micro_batch), loss_function
 
         optimizer = tiny.adamw(job.model.parameters())
         for _ in range(job.steps):
             model.zero_grad_buffer()
-            forward_backward_no_pipelining(
-                forward_step_func=forward_step,
-                data_iterator=iter(job.micro_batches),
-                model=model,
-                num_microbatches=len(job.micro_batches),
-                seq_length=1,
-                micro_batch_size=1,
-            )
+            with reducer.step():
+                forward_backward_no_pipelining(
+                    forward_step_func=forward_step,
+                    data_iterator=iter(job.micro_batches),
+                    model=model,
+                    num_microbatches=len(job.micro_batches),
+                    seq_length=1,
+                    micro_batch_size=1,
+                )
+            for name in ("view", "clone"):
+                job.logged.setdefault(name, sum(of[name].item() for of in log))
             for parameter in job.model.parameters():
                 parameter.grad = parameter.main_grad
             job.saw()
             optimizer.step()
+            optimizer.zero_grad()
 
 
 class MegatronModel(torch.nn.Module):
@@ -318,6 +335,7 @@ TRAINERS: dict[str, Callable[[Job], None]] = {
     "megatron": partial(megatron, backend="megatron"),
     "megatron_legacy": partial(megatron, backend="megatron_legacy"),
     "megatron_per_token": partial(megatron, backend="megatron_per_token"),
+    "wrong": partial(ddp, no_sync=True, backend="none"),
 }
 
 

@@ -62,13 +62,22 @@ def test_what_the_trainer_makes_of_it_is_the_step_loss(backend, mode, dp_size, c
 
 @pytest.mark.parametrize(
     ("backend", "factor"),
-    [("none", 1), ("ddp", 6), ("fsdp", 6), ("megatron", 30), ("megatron_legacy", 10), ("megatron_per_token", 99)],
+    [
+        ("none", 1),
+        ("ddp", 6),
+        ("fsdp", 6),
+        ("hf_trainer_scaled", 6),
+        ("hf_trainer_num_items", 1),
+        ("megatron", 30),
+        ("megatron_legacy", 10),
+        ("megatron_per_token", 99),
+    ],
 )
 def test_factors(backend, factor):
     assert gradient_factor(backend, dp_size=2, cp_size=3, num_micro_batches=5, num_tokens=99) == factor
 
 
-@pytest.mark.parametrize("backend", ["accelerate", "deepspeed"])
+@pytest.mark.parametrize("backend", ["accelerate", "deepspeed", "hf_trainer"])
 def test_accumulation_steps(backend):
     sizes = {"dp_size": 2, "cp_size": 3, "num_micro_batches": 5}
     assert gradient_factor(backend, **sizes, accumulation_steps=5) == 30

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from rollpack import _reference
 from rollpack.packing import MicroBatch, Packer
 from rollpack.summary import summarize
 from rollpack.testing.cuts import Cut
-from rollpack.testing.rollouts import Rollouts, token_losses
+from rollpack.testing.rollouts import Rollouts
+from rollpack.testing.truth import Observed, Truth
 from rollpack.torch import LossReducer
 
 #: The largest deviation that counts as agreement.
@@ -47,9 +46,7 @@ class Agreement:
     def agrees(self) -> bool:
         """Whether all deviations are within :data:`TOLERANCES`. A NaN is not."""
         return all(
-            deviation <= TOLERANCES[dtype]
-            for measure in (self.loss, self.gradient)
-            for dtype, deviation in measure.items()
+            deviation <= TOLERANCES[dtype] for measure in (self.loss, self.gradient) for dtype, deviation in measure.items()
         )
 
     def add(self, dtype: torch.dtype, cut: Cut, loss: float, gradient: float) -> None:
@@ -91,7 +88,7 @@ def verify(
         One :class:`Agreement` a mode.
     """
     reduce = reduce or LossReducer(backend="none")
-    truth = _Truth(Rollouts.read(data, columns=columns, rollout_key=rollout_key), divisor, empty)
+    truth = Truth(Rollouts.read(data, columns=columns, rollout_key=rollout_key), divisor, empty)
     summary = summarize(data, groups="prompt_mean" in modes, columns=columns, rollout_key=rollout_key)
     packer = Packer(data, summary.request.columns)
     agreements = [Agreement(mode, truth.loss(mode)) for mode in modes]
@@ -104,70 +101,39 @@ def verify(
         same = (zip(*(packer.rank(p, 0, d, c) for p in plans), strict=True) for d, c in ranks)
         reduced = _reduce(itertools.chain.from_iterable(same), len(modes), truth, dtypes, reduce)
         for agreement, per_dtype in zip(agreements, reduced, strict=True):
-            for dtype, (loss, gradient) in per_dtype.items():
-                agreement.add(dtype, cut, *truth.deviations(agreement.loss_aggregation, loss, gradient))
+            for dtype, observed in per_dtype.items():
+                agreement.add(dtype, cut, *_deviations(truth, agreement.loss_aggregation, observed))
         if progress is not None:
             progress(1)
     return agreements
 
 
-class _Truth:
-    """The token losses of all samples, and what the reference makes of them."""
-
-    def __init__(self, rollouts: Rollouts, divisor: float, empty: str) -> None:
-        self.rollouts = rollouts
-        self.starts = rollouts.starts
-        self.flat = token_losses(rollouts.lengths)
-        self._losses = rollouts.split(self.flat)
-        self._arguments: dict[str, Any] = {"divisor": divisor, "empty": empty}
-        self._gradients: dict[str, npt.NDArray[np.float64]] = {}
-
-    def loss(self, mode: str) -> float:
-        r = self.rollouts
-        return _reference.step_loss(mode, self._losses, r.masks, r.rollouts, r.groups, **self._arguments)
-
-    def gradient(self, mode: str) -> npt.NDArray[np.float64]:
-        if mode not in self._gradients:
-            r = self.rollouts
-            parts = _reference.step_gradient(mode, r.masks, r.rollouts, r.groups, **self._arguments)
-            self._gradients[mode] = np.concatenate(parts)
-        return self._gradients[mode]
-
-    def deviations(self, mode: str, loss: float, gradient: npt.NDArray[Any]) -> tuple[float, float]:
-        truth = self.gradient(mode)
-        scale, largest = float(np.abs(self.flat) @ truth), float(truth.max(initial=0.0))
-        off, worst = abs(loss - self.loss(mode)), float(np.abs(gradient - truth).max(initial=0.0))
-        return off / (scale or 1.0), worst / (largest or 1.0)
+def _deviations(truth: Truth, mode: str, observed: Observed) -> tuple[float, float]:
+    """Of the loss and of the gradient. A masked position has no gradient at all: if it has one, the loss is NaN."""
+    expected, found = truth.gradient(mode), observed.gradient
+    scale, largest = float(np.abs(truth.losses) @ expected), float(expected.max(initial=0.0))
+    off, worst = abs(observed.loss - truth.loss(mode)), float(np.abs(found - expected).max(initial=0.0))
+    if found[expected == 0.0].any():
+        off = float("nan")
+    return off / (scale or 1.0), worst / (largest or 1.0)
 
 
 def _reduce(
     micro_batches: Iterable[tuple[MicroBatch[Any], ...]],
     num_modes: int,
-    truth: _Truth,
+    truth: Truth,
     dtypes: Sequence[torch.dtype],
     reduce: Reduce,
-) -> list[dict[torch.dtype, tuple[float, npt.NDArray[np.float64]]]]:
-    """For each mode and dtype the summed loss, and the gradient with respect to each token's loss.
-
-    ``micro_batches`` holds one micro-batch a mode, of the same rows.
-    """
-    losses = [dict.fromkeys(dtypes, 0.0) for _ in range(num_modes)]
-    gradients = [{dtype: np.zeros(len(truth.flat)) for dtype in dtypes} for _ in range(num_modes)]
+) -> list[dict[torch.dtype, Observed]]:
+    """What comes of each mode and dtype. ``micro_batches`` holds one micro-batch a mode, of the same rows."""
+    observed = [{dtype: Observed(len(truth.losses) - 1) for dtype in dtypes} for _ in range(num_modes)]
     for same in micro_batches:
-        first = same[0]
-        # The loss at a position is that of the token after it. Where there is none, any number may stand: it is masked.
-        token = truth.starts[first.rows][first.segment_ids] + first.position_ids + 1
-        values = torch.from_numpy(truth.flat[np.minimum(token, len(truth.flat) - 1)])
-        trained = np.flatnonzero(first.loss_mask)
-        token = token[trained]
+        tokens = truth.tokens(same[0])
+        values = torch.from_numpy(truth.losses[tokens])
         for dtype in dtypes:
             for mode, micro_batch in enumerate(same):
                 token_loss = values.to(dtype, copy=True).requires_grad_()
                 loss = reduce(token_loss, micro_batch)
-                (grad,) = torch.autograd.grad(loss, token_loss)
-                losses[mode][dtype] += loss.item()
-                of_trained = grad.numpy()[trained]
-                gradients[mode][dtype][token] += of_trained
-                if grad.count_nonzero() != np.count_nonzero(of_trained):  # a masked position has no gradient at all
-                    losses[mode][dtype] = float("nan")
-    return [{d: (loss[d], gradient[d]) for d in dtypes} for loss, gradient in zip(losses, gradients, strict=True)]
+                (gradient,) = torch.autograd.grad(loss, token_loss)
+                observed[mode][dtype].add(loss.item(), gradient, tokens)
+    return observed

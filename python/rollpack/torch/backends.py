@@ -48,12 +48,12 @@ def gradient_factor(
 
     Hugging Face's Trainer divides the loss by the number of micro-batches in its window
     (``trainer.current_gradient_accumulation_steps``, which the end of an epoch cuts short), unless it takes the loss for
-    scaled already. Which it does is said by ``loss_is_scaled_for_ga`` of your subclass that overrides ``compute_loss``:
-    False is ``hf_trainer``, True is ``hf_trainer_scaled``. Left at None, the loss counts as scaled if the Trainer has a
-    ``compute_loss_func``, or if the model's forward takes ``**kwargs`` and the inputs have ``labels``. If it has, and you
-    do not override ``compute_loss``, the Trainer also multiplies by the number of processes wherever the inputs have
-    ``labels`` and ``average_tokens_across_devices`` is set (as it is by default): ``hf_trainer_num_items``. It clips
-    gradients to 1.0 unless ``max_grad_norm`` is 0.
+    scaled already. ``loss_is_scaled_for_ga`` of your subclass that overrides ``compute_loss`` says which: False is
+    ``hf_trainer``, True is ``hf_trainer_scaled``. Left at None, and in versions that do not know it, the loss counts as
+    scaled if the Trainer has a ``compute_loss_func``, or if the model's forward takes ``**kwargs`` and the inputs have
+    ``labels``. If it does, and ``compute_loss`` is the Trainer's own, the Trainer also multiplies by the number of
+    processes, provided that the inputs have ``labels`` and ``average_tokens_across_devices`` is set, as it is by default:
+    ``hf_trainer_num_items``. It clips gradients to 1.0 unless ``max_grad_norm`` is 0.
 
     Args:
         backend: one of the names above.

@@ -57,7 +57,7 @@ class Metrics:
     def __init__(self, normalisers: Mapping[str, str]) -> None:
         for name, normaliser in normalisers.items():
             if normaliser not in NORMALISERS:
-                raise RollpackError(f"metric {name!r} has normaliser {normaliser!r}, which is none of {', '.join(NORMALISERS)}")
+                raise RollpackError(f"metric {name!r} has normaliser {normaliser!r}, none of {', '.join(NORMALISERS)}")
         self._normalisers = dict(normalisers)
         self._clear()
 
@@ -237,6 +237,6 @@ def _gather(packed: torch.Tensor, group: torch.distributed.ProcessGroup | None) 
     # A rank that added nothing has no device of its own to go by, and all have to take the same.
     on_cuda = "nccl" in torch.distributed.get_backend(group)
     packed = packed.to(torch.device("cuda", torch.cuda.current_device()) if on_cuda else "cpu")
-    gathered = packed.new_empty(torch.distributed.get_world_size(group), len(packed))
+    gathered = packed.new_empty(torch.distributed.get_world_size(group) * len(packed))
     torch.distributed.all_gather_into_tensor(gathered, packed, group=group)
-    return gathered.cpu().numpy()
+    return gathered.cpu().numpy().reshape(-1, len(packed))

@@ -2,9 +2,10 @@
 
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
+use std::collections::binary_heap::PeekMut;
 
 use crate::Result;
-use crate::bins::{best_fit_decreasing, longest_first};
+use crate::bins::{best_fit_decreasing, filled, sorted};
 use crate::cost::{Cost, total};
 use crate::error::plan_error;
 
@@ -120,6 +121,9 @@ fn cost_of(samples: &[usize], costs: &[Cost]) -> Cost {
 
 /// Few bins under the cap; what is over it is alone.
 fn by_budget(lengths: &[i64], capacity: i64) -> Vec<Vec<usize>> {
+    if lengths.iter().all(|length| *length <= capacity) {
+        return best_fit_decreasing(lengths, capacity);
+    }
     let (fitting, alone): (Vec<_>, Vec<_>) = (0..lengths.len()).partition(|i| lengths[*i] <= capacity);
     let short: Vec<i64> = fitting.iter().map(|i| lengths[*i]).collect();
     let bins = best_fit_decreasing(&short, capacity);
@@ -142,29 +146,39 @@ fn fill_slots(
 fn spread(lengths: &[i64], costs: &[Cost], capacity: i64, slots: usize) -> Option<Vec<Vec<usize>>> {
     /// How many bins are tried for one sample: a bound in work.
     const TRIES: usize = 16;
-    let mut bins = vec![Vec::new(); slots];
-    let mut room = vec![capacity; slots];
-    let mut lightest: BinaryHeap<_> = (0..slots).map(|bin| Reverse((0, bin))).collect();
+    // A load and its bin in one number, which is half as large as a pair and compared in one go. A total that leaves no
+    // bits for the bin is of no real model: then nothing is spread.
+    let bits = slots.next_power_of_two().trailing_zeros();
+    total(costs.iter().copied()).checked_mul(1 << bits).filter(|key| *key < Cost::MAX)?;
+    let mut lightest: BinaryHeap<_> = (0..slots as Cost).map(Reverse).collect();
     let mut passed_by = Vec::new();
-    for sample in longest_first(lengths) {
-        let length = lengths[sample];
-        let (load, bin) = loop {
-            let Reverse((load, bin)) = lightest.pop()?;
+    let mut room = vec![capacity; slots];
+    let mut sizes = vec![0; slots];
+    let sorted = sorted(lengths);
+    // Beforehand and all at once: one by one, each look-up would be waited for.
+    let costs: Vec<Cost> = sorted.iter().map(|(_, sample)| costs[*sample]).collect();
+    let mut bin_of = Vec::with_capacity(sorted.len());
+    for ((length, _), cost) in sorted.iter().zip(costs) {
+        loop {
+            let mut top = lightest.peek_mut()?;
+            let bin = top.0 as usize & ((1 << bits) - 1);
             // What is over the cap takes an empty bin and leaves no room in it.
-            if length <= room[bin] || bins[bin].is_empty() {
-                break (load, bin);
+            if *length <= room[bin] || sizes[bin] == 0 {
+                room[bin] -= length;
+                sizes[bin] += 1;
+                bin_of.push(bin);
+                // In its place: half the work of taking it out and putting it back.
+                top.0 += cost << bits;
+                break;
             }
-            passed_by.push(Reverse((load, bin)));
+            passed_by.push(PeekMut::pop(top));
             if passed_by.len() == TRIES {
                 return None;
             }
-        };
-        bins[bin].push(sample);
-        room[bin] -= length;
-        lightest.push(Reverse((costs[sample].saturating_add(load), bin)));
+        }
         lightest.extend(passed_by.drain(..));
     }
-    Some(bins)
+    Some(filled(&sizes, sorted.into_iter().map(|(_, sample)| sample), bin_of))
 }
 
 /// Splits the heaviest bins of several samples in two until there are `slots`.
@@ -194,9 +208,12 @@ fn split(bins: Vec<Vec<usize>>, costs: &[Cost], slots: usize) -> Vec<Vec<usize>>
 /// Deals bins to ranks, `per_rank` to each; where there are fewer, the rest stays empty.
 fn deal(mut bins: Vec<Vec<usize>>, costs: &[Cost], shape: &Shape, per_rank: usize) -> Vec<Vec<usize>> {
     let dp_size = shape.dp_size;
-    bins.sort_by_cached_key(|bin| Reverse(cost_of(bin, costs)));
+    let mut order: Vec<_> = bins.iter().map(|bin| cost_of(bin, costs)).zip(0..).collect();
+    order.sort_by_key(|(cost, _)| Reverse(*cost));
+    let mut bins: Vec<_> = order.iter().map(|(_, bin)| std::mem::take(&mut bins[*bin])).collect();
     bins.resize_with(dp_size * per_rank, Vec::new);
-    let bin_costs: Vec<_> = bins.iter().map(|bin| cost_of(bin, costs)).collect();
+    let mut bin_costs: Vec<_> = order.into_iter().map(|(cost, _)| cost).collect();
+    bin_costs.resize(bins.len(), 0);
     let ranks = match shape.sync {
         Sync::Step => lpt(&bin_costs, &vec![per_rank; dp_size], 0),
         Sync::MicroBatch => {

@@ -1,36 +1,191 @@
 //! Packing by budget: as few micro-batches as a hard cap on their tokens allows.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
 /// Best fit decreasing: each sample, longest first, goes where it leaves the least room. Every length is at most
-/// `capacity`. Ties go to the earlier sample and the fuller, later bin, so the same input gives the same bins.
+/// `capacity`. Ties go to the earlier sample and, among equally full bins, to the one filled last, so the same input
+/// gives the same bins. O(n + capacity), and O(n log n) where the capacity is so large that a table of it would not pay.
 pub fn best_fit_decreasing(lengths: &[i64], capacity: i64) -> Vec<Vec<usize>> {
-    let mut bins: Vec<Vec<usize>> = Vec::new();
-    let mut by_room: BTreeMap<i64, Vec<usize>> = BTreeMap::new();
-    for sample in longest_first(lengths) {
-        let length = lengths[sample];
-        let fit = by_room
-            .range_mut(length..)
-            .next()
-            .and_then(|(room, open)| Some((*room, open.pop()?, open.is_empty())));
-        let (room, bin) = if let Some((room, bin, emptied)) = fit {
-            if emptied {
-                by_room.remove(&room);
-            }
-            (room, bin)
-        } else {
-            bins.push(Vec::new());
-            (capacity, bins.len() - 1)
-        };
+    /// The largest table of rooms: 32 MiB, of which only what is used is ever touched.
+    const MAX_TABLE: usize = 1 << 22;
+    // What holds everything is as good as what holds more.
+    let all = lengths.iter().fold(0i64, |sum, length| sum.saturating_add(*length));
+    let capacity = usize::try_from(capacity.min(all)).unwrap_or(0);
+    if capacity < MAX_TABLE {
+        best_fit(lengths, capacity, Table::new(capacity))
+    } else {
+        best_fit(lengths, capacity, BTreeMap::new())
+    }
+}
+
+fn best_fit(lengths: &[i64], capacity: usize, mut rooms: impl Rooms) -> Vec<Vec<usize>> {
+    let sorted = sorted(lengths);
+    let mut sizes: Vec<usize> = Vec::new();
+    let mut bin_of = Vec::with_capacity(sorted.len());
+    for (length, _) in &sorted {
+        let length = *length as usize;
+        let (room, bin) = rooms.take(length).unwrap_or_else(|| {
+            sizes.push(0);
+            (capacity, sizes.len() - 1)
+        });
+        sizes[bin] += 1;
+        bin_of.push(bin);
+        rooms.put(room - length, bin);
+    }
+    filled(&sizes, sorted.into_iter().map(|(_, sample)| sample), bin_of)
+}
+
+/// The samples of each bin in the order given. In a pass of its own, so that each bin is allocated once.
+pub(crate) fn filled(
+    sizes: &[usize],
+    samples: impl Iterator<Item = usize>,
+    bin_of: Vec<usize>,
+) -> Vec<Vec<usize>> {
+    let mut bins: Vec<Vec<usize>> = sizes.iter().map(|size| Vec::with_capacity(*size)).collect();
+    for (sample, bin) in samples.zip(bin_of) {
         bins[bin].push(sample);
-        by_room.entry(room - length).or_default().push(bin);
     }
     bins
 }
 
+/// Open bins by the room that is left in them.
+trait Rooms {
+    /// Takes out the bin with the least room that is at least `least`, of several the one put in last.
+    fn take(&mut self, least: usize) -> Option<(usize, usize)>;
+    fn put(&mut self, room: usize, bin: usize);
+}
+
+impl Rooms for BTreeMap<usize, Vec<usize>> {
+    fn take(&mut self, least: usize) -> Option<(usize, usize)> {
+        let (&room, bins) = self.range_mut(least..).next()?;
+        let bin = bins.pop()?;
+        if bins.is_empty() {
+            self.remove(&room);
+        }
+        Some((room, bin))
+    }
+
+    fn put(&mut self, room: usize, bin: usize) {
+        self.entry(room).or_default().push(bin);
+    }
+}
+
+/// A stack of bins for each room, and a bit for each stack that is not empty. Words of bits have bits of their own, level
+/// upon level, so that the next stack is found in a few steps: three levels are enough for a room of 262,144 tokens.
+struct Table {
+    /// The top of the stack of each room. It says nothing where the room has no bit.
+    top: Vec<usize>,
+    /// What lies under each bin in its stack.
+    under: Vec<usize>,
+    levels: Vec<Vec<u64>>,
+}
+
+/// The bottom of a stack.
+const BOTTOM: usize = usize::MAX;
+
+impl Table {
+    fn new(capacity: usize) -> Self {
+        let mut levels = vec![vec![0; capacity / 64 + 1]];
+        while let Some(words) = levels.last().map(Vec::len).filter(|words| *words > 1) {
+            levels.push(vec![0; words.div_ceil(64)]);
+        }
+        Self { top: vec![0; capacity + 1], under: Vec::new(), levels }
+    }
+
+    /// The first bit at or after `place`: up until a word has one, and down again along first bits.
+    fn next(&self, mut place: usize) -> Option<usize> {
+        for (level, words) in self.levels.iter().enumerate() {
+            let word = words.get(place / 64)? >> (place % 64);
+            if word != 0 {
+                place += word.trailing_zeros() as usize;
+                for words in self.levels[..level].iter().rev() {
+                    place = place * 64 + words[place].trailing_zeros() as usize;
+                }
+                return Some(place);
+            }
+            place = place / 64 + 1;
+        }
+        None
+    }
+}
+
+impl Rooms for Table {
+    fn take(&mut self, least: usize) -> Option<(usize, usize)> {
+        let room = self.next(least)?;
+        let bin = self.top[room];
+        self.top[room] = self.under[bin];
+        if self.top[room] == BOTTOM {
+            let mut place = room;
+            for words in &mut self.levels {
+                words[place / 64] &= !(1 << (place % 64));
+                if words[place / 64] != 0 {
+                    break;
+                }
+                place /= 64;
+            }
+        }
+        Some((room, bin))
+    }
+
+    fn put(&mut self, room: usize, bin: usize) {
+        let taken = self.levels[0][room / 64] >> (room % 64) & 1 == 1;
+        if self.under.len() <= bin {
+            self.under.resize(bin + 1, BOTTOM);
+        }
+        self.under[bin] = if taken { self.top[room] } else { BOTTOM };
+        self.top[room] = bin;
+        let mut place = room;
+        for words in &mut self.levels {
+            words[place / 64] |= 1 << (place % 64);
+            place /= 64;
+        }
+    }
+}
+
 /// The samples by length, longest first, equal ones in input order.
 pub fn longest_first(lengths: &[i64]) -> Vec<usize> {
-    let mut order: Vec<usize> = (0..lengths.len()).collect();
-    order.sort_by_key(|i| std::cmp::Reverse(lengths[*i]));
-    order
+    sorted(lengths).into_iter().map(|(_, sample)| sample).collect()
+}
+
+/// (length, sample), longest first. Looking lengths up one by one in this order would miss the cache at each.
+pub(crate) fn sorted(lengths: &[i64]) -> Vec<(i64, usize)> {
+    let longest = lengths.iter().copied().max().unwrap_or(0);
+    let all_counted = lengths.iter().all(|length| *length >= 0);
+    let mut sorted: Vec<_> = lengths.iter().copied().zip(0..).collect();
+    match usize::try_from(longest) {
+        // A counting sort, where there are not many more lengths than samples.
+        Ok(longest) if all_counted && longest / 8 <= lengths.len() => {
+            let mut place = vec![0; longest + 1];
+            for length in lengths {
+                place[*length as usize] += 1;
+            }
+            let mut before = 0;
+            for place in place.iter_mut().rev() {
+                before += std::mem::replace(place, before);
+            }
+            for (sample, length) in lengths.iter().enumerate() {
+                let place = &mut place[*length as usize];
+                sorted[*place] = (*length, sample);
+                *place += 1;
+            }
+        }
+        _ => sorted.sort_by_key(|(length, _)| Reverse(*length)),
+    }
+    sorted
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_and_a_tree_of_rooms_are_the_same() {
+        for capacity in [1, 63, 64, 4095, 4096, 300_000] {
+            let lengths: Vec<i64> = (0..3000).map(|i| 1 + (i * 7919 + i * i * 31) % capacity).collect();
+            let room = capacity as usize;
+            let by_table = best_fit(&lengths, room, Table::new(room));
+            assert_eq!(by_table, best_fit(&lengths, room, BTreeMap::new()));
+        }
+    }
 }

@@ -180,29 +180,21 @@ impl Samples {
 }
 
 impl Samples {
-    /// Reads all batches of a source that rows are then taken from.
+    /// Reads one batch, of which rows are then taken.
     pub fn read(
-        batches: impl Iterator<Item = std::result::Result<RecordBatch, ArrowError>>,
+        batch: std::result::Result<RecordBatch, ArrowError>,
         request: &Request,
-    ) -> Result<Vec<Self>> {
+        first_row: i64,
+    ) -> Result<Self> {
         request.validate()?;
-        let mut read = Vec::new();
-        let mut first_row = 0;
-        for batch in batches {
-            let batch = batch.map_err(|e| Error::reading(&e))?;
-            let mut faults = Faults::new(1);
-            match Self::import(&batch, request, first_row, &mut faults) {
-                Some(samples) if faults.found.is_empty() => read.push(samples),
-                _ => {
-                    return Err(faults
-                        .found
-                        .pop()
-                        .unwrap_or_else(|| Error::Input("no columns to read".to_owned())));
-                }
-            }
-            first_row += batch.num_rows() as i64;
+        let mut faults = Faults::new(1);
+        let batch = batch.map_err(|e| Error::reading(&e))?;
+        let samples = Self::import(&batch, request, first_row, &mut faults);
+        match (samples, faults.found.pop()) {
+            (Some(samples), None) => Ok(samples),
+            (_, Some(fault)) => Err(fault),
+            (None, None) => Err(Error::Input("no columns to read".to_owned())),
         }
-        Ok(read)
     }
 
     /// The names of the columns that are read, which have to be the same in every part of the data.
@@ -416,6 +408,10 @@ enum Offsets {
 
 impl List {
     fn import(name: &str, array: &ArrayRef, element: &Element) -> Result<Self> {
+        if let Some((data, shape)) = tensor(array) {
+            validated(name, array)?;
+            return Self::ragged(name, array, data, shape, element);
+        }
         let child = match array.data_type() {
             DataType::List(f)
             | DataType::LargeList(f)
@@ -428,12 +424,28 @@ impl List {
         let empty = child == DataType::Null && !matches!(array.data_type(), DataType::Null) && is_list(array);
         if !is_list(array) || !(empty || element.accepts(&child)) {
             let found = array.data_type();
+            let why = match (found, element) {
+                (DataType::Null, Element::Mask) => {
+                    ": every value is null; pass columns={\"loss_mask\": None} to do without a mask"
+                }
+                _ => advice(if child.is_decimal() { &child } else { found }).unwrap_or_default(),
+            };
             return Err(Error::schema(
                 name,
-                format!("has type {found}, and it has to be {}", element.wanted()),
+                format!("has type {found}, and it has to be {}{why}", element.wanted()),
             ));
         }
         validated(name, array)?;
+        // arrow's cast gives lists of no values the wrong number of rows.
+        if let Some(list) = array.as_fixed_size_list_opt().filter(|_| !empty) {
+            let size = list.value_length() as usize;
+            return Ok(Self {
+                name: name.to_owned(),
+                offsets: Offsets::Large(OffsetBuffer::from_repeated_length(size, list.len())),
+                nulls: list.nulls().cloned(),
+                values: Arc::clone(list.values()),
+            });
+        }
         let read_in_place = matches!(array.data_type(), DataType::List(_) | DataType::LargeList(_)) && !empty;
         let array = if read_in_place {
             Arc::clone(array)
@@ -460,6 +472,27 @@ impl List {
         })
     }
 
+    /// The rows of arrays of any length, which have to have one dimension.
+    fn ragged(
+        name: &str,
+        array: &ArrayRef,
+        data: &ArrayRef,
+        shape: &ArrayRef,
+        element: &Element,
+    ) -> Result<Self> {
+        let mut list = Self::import(name, data, element)?;
+        list.nulls = NullBuffer::union(list.nulls.as_ref(), array.nulls());
+        let shapes = Self::import(name, shape, &Element::Integer)?;
+        let dimensions = |i: &usize| shapes.range(*i).len();
+        match (0..array.len()).filter(|i| !list.is_null(*i)).map(|i| dimensions(&i)).find(|n| *n != 1) {
+            None => Ok(list),
+            Some(n) => Err(Error::schema(
+                name,
+                format!("holds arrays of {n} dimensions, and a row's values have to be one flat list"),
+            )),
+        }
+    }
+
     pub fn is_null(&self, i: usize) -> bool {
         self.nulls.as_ref().is_some_and(|n| n.is_null(i))
     }
@@ -476,6 +509,29 @@ impl List {
     pub fn null_within(&self, range: &Range<usize>) -> Option<usize> {
         let nulls = self.values.nulls().filter(|n| n.null_count() > 0)?;
         range.clone().position(|j| nulls.is_null(j))
+    }
+}
+
+/// The values and the shapes of a column of ragged arrays, as Ray Data lays it out: a struct of the two.
+fn tensor(array: &ArrayRef) -> Option<(&ArrayRef, &ArrayRef)> {
+    let rows = array.as_struct_opt().filter(|s| s.num_columns() == 2)?;
+    let (data, shape) = (rows.column_by_name("data")?, rows.column_by_name("shape")?);
+    (is_list(data) && is_list(shape)).then_some((data, shape))
+}
+
+/// What to do about types that nobody chose.
+fn advice(found: &DataType) -> Option<&'static str> {
+    match found {
+        t if t.is_floating() => {
+            Some(": pandas makes floats of integers with gaps; fill the gaps and cast the column to int64")
+        }
+        t if t.is_decimal() => Some(
+            ": DuckDB makes decimals of sums of integers; write sum(...)::BIGINT, or cast the column to int64",
+        ),
+        DataType::Utf8 | DataType::LargeUtf8 | DataType::Utf8View => {
+            Some(": it holds text; parse it where the data is made")
+        }
+        _ => None,
     }
 }
 
@@ -502,11 +558,7 @@ impl Lengths {
     fn import(name: &str, array: &ArrayRef) -> Result<Self> {
         let found = array.data_type();
         if !found.is_integer() && *found != DataType::Null {
-            let why = if found.is_floating() {
-                ": pandas makes floats of integers with gaps; fill the gaps and cast the column to int64"
-            } else {
-                ""
-            };
+            let why = advice(found).unwrap_or_default();
             return Err(Error::schema(name, format!("has type {found}, and it has to be an integer{why}")));
         }
         validated(name, array)?;
@@ -559,24 +611,19 @@ impl Ids {
                 return Err(Error::data(
                     name,
                     first_row,
-                    "is null, as is every value of this column; an id cannot be made up",
-                ));
-            }
-            found if found.is_floating() => {
-                return Err(Error::schema(
-                    name,
-                    format!(
-                        "has type {found}, and ids are integers, strings or binary: a float cannot tell large ids apart. \
-                         pandas makes floats of integers with gaps; fill the gaps and cast the column to int64"
-                    ),
+                    "is null, as is every value of this column (it has type Null); an id cannot be made up: fill the column where \
+                     the data is made, or leave it out",
                 ));
             }
             found => {
+                let why = match found {
+                    f if f.is_floating() => ", as a float cannot tell large ids apart",
+                    _ => "",
+                };
+                let fix = advice(found).unwrap_or("; cast it to one of these");
                 return Err(Error::schema(
                     name,
-                    format!(
-                        "has type {found}, and ids are integers, strings or binary; cast it to one of these"
-                    ),
+                    format!("has type {found}, and ids are integers, strings or binary{why}{fix}"),
                 ));
             }
         };
@@ -597,11 +644,11 @@ impl Scalars {
         let found = array.data_type();
         let null = *found == DataType::Null;
         if !(found.is_integer() || found.is_floating() || null || *found == DataType::Boolean) {
+            let fix = advice(found).filter(|_| found.is_decimal());
+            let fix = fix.unwrap_or("; look other things up by MicroBatch.rows");
             return Err(Error::schema(
                 name,
-                format!(
-                    "has type {found}, and a sample column has to be a number; look other things up by MicroBatch.rows"
-                ),
+                format!("has type {found}, and a sample column has to be a number{fix}"),
             ));
         }
         validated(name, array)?;

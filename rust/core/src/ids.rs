@@ -27,25 +27,26 @@ impl Interner {
     /// The number of every row's id.
     #[allow(clippy::cast_lossless)] // in a macro over all integer types
     pub fn intern(&mut self, ids: &Ids) -> Result<Vec<usize>> {
+        self.same_type(ids)?;
         if ids.values.is_empty() {
             return Ok(Vec::new());
         }
         let found = ids.values.data_type();
-        if let Some(kind) = &self.kind
-            && kind != found
-        {
-            return Err(Error::schema(
-                &ids.name,
-                format!("has type {found} here and {kind} before; cast all parts of the data to one type"),
-            ));
-        }
-        self.kind = Some(found.clone());
         let values = &ids.values;
         macro_rules! integers {
-            ($T:ty) => {
+            ($T:ty) => {{
+                self.integers.reserve(values.len());
+                let mut last = (None, NO_ID);
+                let number = |id: Option<u64>| {
+                    // Samples of a rollout or a group are often neighbours.
+                    if id != last.0 {
+                        last = (id, self.integer(id));
+                    }
+                    last.1
+                };
                 // Sign extension keeps different values of one type different.
-                values.as_primitive::<$T>().iter().map(|v| self.integer(v.map(|v| v as u64))).collect()
-            };
+                values.as_primitive::<$T>().iter().map(|v| v.map(|v| v as u64)).map(number).collect()
+            }};
         }
         macro_rules! bytes {
             ($array:expr) => {
@@ -68,6 +69,24 @@ impl Interner {
             DataType::FixedSizeBinary(_) => bytes!(values.as_fixed_size_binary()),
             other => return Err(Error::schema(&ids.name, format!("has type {other}, which is no id"))),
         })
+    }
+
+    /// Refuses ids of another type than before: 1 and "1" may or may not be the same.
+    fn same_type(&mut self, ids: &Ids) -> Result<()> {
+        let found = ids.values.data_type();
+        match &self.kind {
+            _ if ids.values.is_empty() => {}
+            Some(kind) if kind != found => {
+                return Err(Error::schema(
+                    &ids.name,
+                    format!(
+                        "has type {found} here and {kind} before; cast all parts of the data to one type"
+                    ),
+                ));
+            }
+            _ => self.kind = Some(found.clone()),
+        }
+        Ok(())
     }
 
     fn integer(&mut self, value: Option<u64>) -> usize {
@@ -99,7 +118,7 @@ pub struct Grouping {
 }
 
 /// The rollout of each row of a batch and, where groups are read, its group.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub struct Numbered {
     pub rollouts: Vec<usize>,
     pub groups: Option<Vec<usize>>,
@@ -131,6 +150,12 @@ impl Grouping {
         self.rows += num_rows;
         let groups = group.map(|ids| self.groups.intern(ids)).transpose()?;
         Ok(Numbered { rollouts, groups })
+    }
+
+    /// Where nobody asks which rollout lies in which group: only sees to it that the key keeps its types.
+    pub fn same_types(&mut self, key: &[Ids]) -> Result<()> {
+        self.parts.resize_with(key.len(), Interner::default);
+        key.iter().zip(&mut self.parts).try_for_each(|(ids, part)| part.same_type(ids))
     }
 
     /// Refuses a rollout that has samples in two groups. `row` is row `i` of the batch that holds the ids.

@@ -2,32 +2,47 @@
 
 use std::ops::Range;
 
-use arrow_array::Array;
-use arrow_array::ArrowNativeTypeOp;
 use arrow_array::cast::AsArray;
+use arrow_array::{Array, ArrowNativeTypeOp, RecordBatch};
+use arrow_schema::ArrowError;
 use num_traits::AsPrimitive;
 
 use crate::check::{Faults, Row, is_one};
-use crate::columns::{List, Samples, Scalars, show, with_integers, with_numbers};
+use crate::columns::{List, Request, Samples, Scalars, show, with_integers, with_numbers};
 use crate::cut::Cut;
 use crate::{Error, Result};
 
 /// Stands where a position is not trained.
 pub const IGNORED: i32 = -100;
 
-/// Batches that rows are taken from.
+/// Batches that rows are taken from. There may be gaps between them, of rows that nobody asks for.
 #[derive(Debug, Clone, Default)]
 pub struct Rows {
     batches: Vec<Samples>,
+    num_rows: i64,
 }
 
 impl Rows {
-    pub fn new(batches: Vec<Samples>) -> Self {
-        Self { batches }
+    /// The rows of the next batch.
+    pub fn push(
+        &mut self,
+        batch: std::result::Result<RecordBatch, ArrowError>,
+        request: &Request,
+    ) -> Result<()> {
+        let samples = Samples::read(batch, request, self.num_rows)?;
+        self.skip(samples.num_rows as i64);
+        self.batches.push(samples);
+        Ok(())
     }
 
+    /// The next rows are left out.
+    pub fn skip(&mut self, num_rows: i64) {
+        self.num_rows += num_rows;
+    }
+
+    /// Those that are held and those that were left out.
     pub fn num_rows(&self) -> i64 {
-        self.batches.last().map_or(0, |b| b.first_row + b.num_rows as i64)
+        self.num_rows
     }
 
     /// The batch that holds an input row, and where in it.
@@ -351,13 +366,15 @@ fn copy_tokens<N: Copy + TryInto<i32>>(from: &[N], to: &mut [i32]) -> Option<usi
 /// Returns where a trained token is negative or does not fit: as a label it would be ignored without a word.
 fn copy_labels<N: Copy + TryInto<i32>>(from: &[N], mask: &[bool], to: &mut [i32]) -> Option<usize> {
     let label = |x: N| x.try_into().unwrap_or(-1);
-    let mut least = 0;
+    // One negative label makes their union negative. In bits, for vector code of the oldest CPUs has no minimum.
+    let mut union = 0;
     for ((to, x), trained) in to.iter_mut().zip(from).zip(mask) {
-        let label = label(*x);
-        least = least.min(if *trained { label } else { 0 });
-        *to = if *trained { label } else { IGNORED };
+        let kept = -i32::from(*trained);
+        let label = label(*x) & kept;
+        union |= label;
+        *to = label | (IGNORED & !kept);
     }
-    if least >= 0 { None } else { from.iter().zip(mask).position(|(x, trained)| *trained && label(*x) < 0) }
+    if union >= 0 { None } else { from.iter().zip(mask).position(|(x, trained)| *trained && label(*x) < 0) }
 }
 
 /// Carries a token column: at each position the value of the token after it, 0 where that is no response token.

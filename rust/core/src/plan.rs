@@ -244,22 +244,26 @@ impl Plan {
         };
         self.steps.push(step);
         let first = self.row.len();
-        for micro_batch in &micro_batches {
-            for sample in micro_batch.iter().map(|i| samples[*i]) {
-                self.row.push(summary.row[sample]);
-                self.total_length.push(summary.total_length[sample]);
-                self.response_length.push(summary.response_length[sample]);
-                self.mask_sum.push(summary.mask_sum[sample]);
-                self.rollout_mask_sum.push(sums.rollouts[numbered.rollouts[sample]]);
-                self.rollout_index.push(numbered.rollouts[sample] as i64);
-                if let (Some(index), Some(column), Some(groups)) =
-                    (&mut self.prompt_index, &mut self.prompt_mask_sum, &numbered.groups)
-                {
-                    index.push(groups[sample] as i64);
-                    column.push(sums.groups[groups[sample]]);
-                }
-            }
-            self.offsets.push(self.row.len() as i64);
+        self.offsets.extend(micro_batches.iter().scan(first, |end, micro_batch| {
+            *end += micro_batch.len();
+            Some(*end as i64)
+        }));
+        // Column by column: each is read in no order at all, and one by itself stays in the cache.
+        let placed: Vec<usize> = micro_batches.iter().flatten().map(|i| samples[*i]).collect();
+        let place = |column: &mut Vec<i64>, values: &[i64]| column.extend(placed.iter().map(|s| values[*s]));
+        place(&mut self.row, &summary.row);
+        place(&mut self.total_length, &summary.total_length);
+        place(&mut self.response_length, &summary.response_length);
+        place(&mut self.mask_sum, &summary.mask_sum);
+        let rollouts = placed.iter().map(|s| numbered.rollouts[*s]);
+        self.rollout_mask_sum.extend(rollouts.clone().map(|rollout| sums.rollouts[rollout]));
+        self.rollout_index.extend(rollouts.map(|rollout| rollout as i64));
+        if let (Some(index), Some(column), Some(groups)) =
+            (&mut self.prompt_index, &mut self.prompt_mask_sum, &numbered.groups)
+        {
+            let groups = placed.iter().map(|s| groups[*s]);
+            column.extend(groups.clone().map(|group| sums.groups[group]));
+            index.extend(groups.map(|group| group as i64));
         }
         self.sample_weight.extend(sample_weights(
             options.mode,
@@ -303,11 +307,11 @@ impl Plan {
                 (0..dp_size as i64).flat_map(|r| (0..counts.num_micro_batches).map(move |m| (r, m)))
             {
                 let Some(&[from, to]) = bounds.next() else { continue };
-                for position in 0..to - from {
-                    for (column, value) in place.iter_mut().zip([step as i64, rank, micro_batch, position]) {
-                        column.push(value);
-                    }
+                let size = (to - from) as usize;
+                for (column, value) in place.iter_mut().zip([step as i64, rank, micro_batch]) {
+                    column.resize(column.len() + size, value);
                 }
+                place[3].extend(0..to - from);
             }
         }
         let integers = |values: &[i64]| -> ArrayRef { Arc::new(Int64Array::from(values.to_vec())) };

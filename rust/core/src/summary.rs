@@ -10,7 +10,7 @@ use arrow_schema::{ArrowError, Field, Schema};
 use crate::check::{Faults, Row};
 use crate::columns::{Ids, Request, Samples};
 use crate::cut::MAX_TOKENS;
-use crate::ids::{Grouping, IdColumn};
+use crate::ids::{Grouping, IdColumn, Numbered};
 use crate::{Error, Result};
 
 /// The lengths, mask sums and ids of all samples, in input order.
@@ -68,7 +68,12 @@ pub fn summarize(
             }
             Some(_) => {}
         }
-        let numbered = grouping.number(&samples.key, samples.group.as_ref(), samples.num_rows)?;
+        let numbered = if samples.group.is_some() {
+            grouping.number(&samples.key, samples.group.as_ref(), samples.num_rows)?
+        } else {
+            grouping.same_types(&samples.key)?;
+            Numbered::default()
+        };
         let mut keep = Vec::with_capacity(samples.num_rows);
         for i in 0..samples.num_rows {
             let row = first_row + i as i64;

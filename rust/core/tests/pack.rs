@@ -12,7 +12,7 @@ use arrow_array::{
 use arrow_schema::{DataType, Field};
 use common::{batch, cases, cut, int64, lcm, lists, nullable_lists, read, request, says, up};
 use proptest::prelude::*;
-use rollpack_core::columns::{Request, Samples};
+use rollpack_core::columns::Request;
 use rollpack_core::cut::{Cut, Layout};
 use rollpack_core::pack::{Buffers, Planned, Rows, pack};
 use rollpack_core::{Error, Result};
@@ -66,7 +66,11 @@ fn planned(batches: &[RecordBatch], request: &Request, rows: &[i64]) -> Lengths 
 }
 
 fn source(batches: &[RecordBatch], request: &Request) -> Result<Rows> {
-    Samples::read(batches.iter().cloned().map(Ok), request).map(Rows::new)
+    let mut rows = Rows::default();
+    for batch in batches {
+        rows.push(Ok(batch.clone()), request)?;
+    }
+    Ok(rows)
 }
 
 fn filled(rows: &Rows, lengths: &Lengths, cut: &Cut, rank: i64) -> Result<Packed> {

@@ -1,17 +1,19 @@
 //! The binding: takes Arrow in, releases the GIL, calls the core, hands numpy and Arrow out. It has no rule of its own.
 
+mod import;
+
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
-use arrow_array::{RecordBatch, RecordBatchReader};
+use arrow_array::RecordBatch;
+use import::Stream;
 use numpy::{PyArray1, PyReadonlyArray1, PyReadwriteArray1, ToPyArray};
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3_arrow::PyRecordBatch;
-use pyo3_arrow::input::AnyRecordBatch;
 use rollpack_core::balance::Sync;
 use rollpack_core::check::Faults;
-use rollpack_core::columns::{self, Samples};
+use rollpack_core::columns;
 use rollpack_core::cost::CostModel;
 use rollpack_core::cut::{Cut, Layout};
 use rollpack_core::pack::{self, Buffers, Planned, Size};
@@ -20,8 +22,6 @@ use rollpack_core::steps::{Remainder, StepSize};
 use rollpack_core::summary::{self, Summary};
 use rollpack_core::weights::{self, Mode, Totals};
 use rollpack_core::{Error, Result};
-
-type Reader = Box<dyn RecordBatchReader + Send>;
 
 /// What a core error is in Python.
 fn raise(py: Python<'_>, error: &Error) -> PyErr {
@@ -61,10 +61,6 @@ fn released<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) ->
     result.map_err(|e| raise(py, &e))
 }
 
-fn readers(data: &[Bound<'_, PyAny>]) -> PyResult<Vec<Reader>> {
-    guarded(|| data.iter().map(|d| d.extract::<AnyRecordBatch>()?.into_reader()).collect())?
-}
-
 /// What to read, as `rollpack._sources.Request` says it.
 #[derive(FromPyObject)]
 struct Request {
@@ -93,12 +89,11 @@ type Fault = (&'static str, Option<String>, Option<i64>, String);
 /// A summary, the names of its key columns, and at most `limit` faults.
 type Read = (RecordBatch, Vec<String>, Faults);
 
-fn read(py: Python<'_>, data: &[Bound<'_, PyAny>], request: Request, limit: usize) -> PyResult<Read> {
-    let readers = readers(data)?;
+fn read(py: Python<'_>, data: Vec<Stream>, request: Request, limit: usize) -> PyResult<Read> {
     released(py, move || {
         let request = columns::Request::from(request);
         let mut faults = Faults::new(limit);
-        let summary = summary::summarize(readers.into_iter().flatten(), &request, &mut faults)?;
+        let summary = summary::summarize(data.into_iter().flatten(), &request, &mut faults)?;
         let key = summary.key_names(&request);
         Ok((summary.to_batch(&key)?, key, faults))
     })
@@ -106,12 +101,12 @@ fn read(py: Python<'_>, data: &[Bound<'_, PyAny>], request: Request, limit: usiz
 
 /// The summary as a `pyarrow.RecordBatch` and the names of its key columns.
 #[pyfunction]
-fn summarize<'py>(
-    py: Python<'py>,
-    data: Vec<Bound<'py, PyAny>>,
+fn summarize(
+    py: Python<'_>,
+    data: Vec<Stream>,
     request: Request,
-) -> PyResult<(Bound<'py, PyAny>, Vec<String>)> {
-    let (batch, key, mut faults) = read(py, &data, request, 1)?;
+) -> PyResult<(Bound<'_, PyAny>, Vec<String>)> {
+    let (batch, key, mut faults) = read(py, data, request, 1)?;
     match faults.found.pop() {
         Some(fault) => Err(raise(py, &fault)),
         None => Ok((PyRecordBatch::new(batch).into_pyarrow(py)?, key)),
@@ -120,12 +115,12 @@ fn summarize<'py>(
 
 /// The summary of the rows in order, the names of its key columns, and all faults.
 #[pyfunction]
-fn inspect<'py>(
-    py: Python<'py>,
-    data: Vec<Bound<'py, PyAny>>,
+fn inspect(
+    py: Python<'_>,
+    data: Vec<Stream>,
     request: Request,
-) -> PyResult<(Bound<'py, PyAny>, Vec<String>, Vec<Fault>)> {
-    let (batch, key, faults) = read(py, &data, request, usize::MAX)?;
+) -> PyResult<(Bound<'_, PyAny>, Vec<String>, Vec<Fault>)> {
+    let (batch, key, faults) = read(py, data, request, usize::MAX)?;
     let describe = |fault: Error| match fault {
         Error::Schema { column, message } => ("schema", Some(column), None, message),
         Error::Data { column, row, message } => ("data", Some(column), Some(row), message),
@@ -279,11 +274,20 @@ fn slices<'a>(arrays: &'a PlannedArrays<'_>) -> PyResult<Planned<'a>> {
 
 #[pymethods]
 impl Rows {
+    /// `gaps`: the rows that are left out before each stream of `data`, and behind the last.
     #[new]
-    fn new(py: Python<'_>, data: Vec<Bound<'_, PyAny>>, request: Request) -> PyResult<Self> {
-        let readers = readers(&data)?;
+    fn new(py: Python<'_>, data: Vec<Stream>, request: Request, gaps: Vec<i64>) -> PyResult<Self> {
         released(py, move || {
-            Samples::read(readers.into_iter().flatten(), &request.into()).map(|b| Self(pack::Rows::new(b)))
+            let request = request.into();
+            let mut rows = pack::Rows::default();
+            let mut data = data.into_iter();
+            for gap in gaps {
+                rows.skip(gap);
+                for batch in data.by_ref().take(1).flatten() {
+                    rows.push(batch, &request)?;
+                }
+            }
+            Ok(Self(rows))
         })
     }
 
