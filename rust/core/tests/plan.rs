@@ -451,6 +451,8 @@ fn a_plan_as_arrow() {
         "prompt_mask_sum",
         "sample_weight",
         "response_length",
+        "rollout_index",
+        "prompt_index",
     ];
     assert_eq!(names, expected);
     let column =
@@ -463,6 +465,8 @@ fn a_plan_as_arrow() {
     assert_eq!(column("total_length"), [7, 5, 5, 3]);
     assert_eq!(column("mask_sum"), [1, 2, 3, 1]);
     assert_eq!(column("prompt_mask_sum"), [3, 3, 4, 4]);
+    assert_eq!(column("rollout_index"), [0, 1, 3, 2]);
+    assert_eq!(column("prompt_index"), [0, 0, 1, 1]);
     let weights = batch.column_by_name("sample_weight").unwrap().as_primitive::<Float64Type>();
     assert_eq!(weights.values().to_vec(), [1.0 / 3.0, 1.0 / 3.0, 1.0 / 4.0, 1.0 / 4.0]);
 
