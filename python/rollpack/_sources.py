@@ -184,9 +184,9 @@ def _plausible(names: Sequence[str], request: Request) -> pa.Schema:
     return pa.schema([(name, pa.list_(pa.int32()) if name in lists else pa.int64()) for name in names])
 
 
-def no_rows(schema: pa.Schema) -> pa.RecordBatch:
-    """A batch without rows, for checks of columns. An empty table will not do: it has no batch to check."""
-    return pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)
+def no_rows(schema: pa.Schema) -> _Batches:
+    """A batch without rows, for checks of columns. As a table or a batch pyarrow would hand over none."""
+    return _Batches(schema, [pa.RecordBatch.from_arrays([pa.nulls(0, field.type) for field in schema], schema=schema)])
 
 
 #: The number of a part, and of what can be read of it alone: a row group of a Parquet file, a batch of an Arrow file.
@@ -222,10 +222,6 @@ class _Batches:
         self._batches = batches
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
-        try:
-            self.schema.to_string(show_field_metadata=False, show_schema_metadata=False)
-        except UnicodeDecodeError as error:
-            raise DataError(f"the Arrow data is corrupt: the name of a column is no UTF-8: {error}") from error
         return pa.RecordBatchReader.from_batches(self.schema, self._sound()).__arrow_c_stream__(requested_schema)
 
     def _sound(self) -> Iterator[pa.RecordBatch]:

@@ -258,8 +258,8 @@ def test_a_file_that_is_damaged_inside(fails, tmp_path, file):
     start = column.data_page_offset + 60
     content[start : start + 400] = bytes(byte ^ 0xFF for byte in content[start : start + 400])
     damaged.write_bytes(content)
-    assert fails("inspect", damaged).startswith(f"{damaged}: cannot be read: ")
-    assert fails("plan", damaged, "--micro-batch-size", 1).startswith(f"{damaged}: cannot be read: ")
+    assert fails("inspect", damaged).startswith(f"{damaged}: cannot be read as Parquet: ")
+    assert fails("plan", damaged, "--micro-batch-size", 1).startswith(f"{damaged}: cannot be read as Parquet: ")
 
 
 def test_json_lines_that_are_not(fails, tmp_path):

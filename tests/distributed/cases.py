@@ -81,7 +81,7 @@ class Case(NamedTuple):
 
 def missing(trainer: str) -> str | None:
     """Why this trainer cannot run here."""
-    library = TRAINERS[trainer]
+    library = TRAINERS.get(trainer, "torch")
     return None if find_spec(library) else f"{library} is not installed"
 
 

@@ -6,7 +6,7 @@ import pytest
 import ranks
 import report
 import torch
-from cases import Case
+from cases import Case, missing
 
 torch.set_num_threads(1)
 #: Seconds for all cases together.
@@ -18,6 +18,7 @@ results: dict[Case, ranks.Result] = {}
 def measured(request):
     """The result of each case that a collected test asks for. The first test to look waits for all of them."""
     wanted = [item.callspec.params["case"] for item in request.session.items if "case" in getattr(item, "fixturenames", ())]
+    wanted = [case for case in wanted if not missing(case.trainer)]
     todo = sorted(set(wanted), key=lambda case: (case.ranks, case.cp_size, case.trainer, case))
     results.update(ranks.run(todo, limit=LIMIT))
     return results

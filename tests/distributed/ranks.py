@@ -34,7 +34,17 @@ Result = dict[str, Any]  # the deviations of gradient and weights, and more of t
 
 
 def run(cases: Sequence[Case], *, limit: float) -> dict[Case, Result]:
-    """Each case's result, and under ``error`` why there is none."""
+    """Each case's result, and under ``error`` why there is none. ``limit``: seconds for all of them."""
+    end = time.monotonic() + limit
+    results: dict[Case, Result] = {}
+    while left := [case for case in cases if case not in results]:
+        found, why = _launch(left, end - time.monotonic())
+        results |= found or {case: {"error": why} for case in left}
+    return results
+
+
+def _launch(cases: Sequence[Case], limit: float) -> tuple[dict[Case, Result], str]:
+    """The results that one start of this file came to, and how it ended."""
     with tempfile.TemporaryDirectory() as folder:
         todo, results, log = (Path(folder) / name for name in ("todo", "results", "log"))
         todo.write_text(json.dumps(cases))
@@ -43,19 +53,17 @@ def run(cases: Sequence[Case], *, limit: float) -> dict[Case, Result]:
             process = subprocess.Popen(
                 [sys.executable, __file__, todo, results], cwd=folder, stdout=out, stderr=out, start_new_session=True
             )
-            why = f"not reached within {limit} s"
             try:
-                why = f"not reached: the program ended with status {process.wait(limit)}"
+                how = f"it ended with status {process.wait(limit)}"
             except subprocess.TimeoutExpired:
-                pass
+                how = "time is up"
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)  # its own session: it and its ranks
                 process.wait()
-        lines = [json.loads(line) for line in results.read_text().splitlines()]
-        done = {Case(*case): result for case, result in lines}
         tail = "\n".join(log.read_text().splitlines()[-30:])
-    return {case: done.get(case, {"error": f"{why}\n{tail}"}) for case in cases}
+        found = [json.loads(line) for line in results.read_text().splitlines()]
+    return {Case(*case): result for case, result in found}, f"not reached, {how}\n{tail}"
 
 
 def main(todo: str, results: str) -> None:

@@ -206,6 +206,7 @@ fn numbers(u: &mut Unstructured<'_>, kind: u8, values: Vec<f64>) -> Result<Numbe
 }
 
 /// Lists of these lengths, mostly. `kind`: of list, and of element.
+#[allow(clippy::too_many_lines)] // a match over the kinds of list
 fn list(u: &mut Unstructured<'_>, kind: (u8, u8), lengths: &[i64], bits: bool) -> Result<List> {
     let rows = lengths.len();
     let offset = u.int_in_range(0..=1)?; // a slice
@@ -244,9 +245,9 @@ fn list(u: &mut Unstructured<'_>, kind: (u8, u8), lengths: &[i64], bits: bool) -
         if view {
             let i = i.min(rows - 1);
             if u.arbitrary()? {
-                ends[i] = starts[i] + to
+                ends[i] = starts[i] + to;
             } else {
-                (starts[i], ends[i]) = (to, to + ends[i] - starts[i])
+                (starts[i], ends[i]) = (to, to + ends[i] - starts[i]);
             }
         } else {
             starts.iter_mut().skip(i).take(1).for_each(|s| *s = to);
@@ -358,7 +359,13 @@ fn ids(u: &mut Unstructured<'_>, kind: u8, rows: usize) -> Result<Ids> {
     let text = |i: usize| -> Option<String> {
         let bytes = &bytes[offsets[i] as usize..offsets[i + 1] as usize];
         if kind >= 4 {
-            return Some(bytes.iter().map(|b| format!("{b:02x}")).collect());
+            return Some(
+                bytes
+                    .iter()
+                    .flat_map(|b| [b >> 4, b & 15])
+                    .filter_map(|d| char::from_digit(d.into(), 16))
+                    .collect(),
+            );
         }
         std::str::from_utf8(bytes).ok().map(quoted)
     };

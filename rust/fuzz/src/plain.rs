@@ -1,5 +1,7 @@
 //! The rules of reading rollouts, said plainly. None: refused.
 
+#![allow(clippy::float_cmp)] // a mask holds exactly 0 and 1
+
 use crate::Answer;
 use crate::make::{Batch, Ids, List, Numbers};
 

@@ -4,7 +4,7 @@
 //! reads buffer sizes off offsets, and drops a bitmap of nulls whose count is said to be 0. What it relies on is checked
 //! here, batch by batch; what it can check afterwards (offsets, nulls, UTF-8), the core has it check.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, c_char};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
@@ -87,6 +87,9 @@ impl Stream {
         if code != 0 {
             return Err(self.failure(code));
         }
+        if !has_utf8_names(&schema) {
+            return Err(corrupt("the name of a column is no UTF-8"));
+        }
         let schema = Arc::new(Schema::try_from(&schema)?);
         self.schema = Some(Arc::clone(&schema));
         Ok(schema)
@@ -102,6 +105,15 @@ impl Stream {
         });
         ArrowError::CDataInterface(text.unwrap_or_else(|| format!("the producer failed with code {code}")))
     }
+}
+
+/// arrow-rs panics at a name that is not.
+fn has_utf8_names(schema: &FFI_ArrowSchema) -> bool {
+    // SAFETY: the struct is laid out as in C, where the name is the second pointer.
+    let name = unsafe { std::ptr::from_ref(schema).cast::<*const c_char>().add(1).read() };
+    // SAFETY: it is null, or a string of C.
+    let sound = name.is_null() || unsafe { CStr::from_ptr(name) }.to_str().is_ok();
+    sound && schema.children().chain(schema.dictionary()).all(has_utf8_names)
 }
 
 fn corrupt(why: &str) -> ArrowError {
