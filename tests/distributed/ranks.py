@@ -93,7 +93,11 @@ def preload(libraries: Iterable[str]) -> None:
     if "transformers" in libraries:
         from transformers import Trainer  # noqa: F401
     if find_spec("deepspeed") and not {"accelerate", "deepspeed"}.isdisjoint(libraries):
-        import deepspeed  # noqa: F401
+        import deepspeed
+        from deepspeed.ops.op_builder.cpu.comm import ShareMemCommBuilder
+
+        # It would be compiled, which takes ninja on the PATH and a minute; inference alone uses it.
+        deepspeed.ops.__compatible_ops__[ShareMemCommBuilder.NAME] = False
     if "megatron" in libraries:
         import megatron.core.distributed
         import megatron.core.pipeline_parallel.schedules
