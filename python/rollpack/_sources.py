@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -567,21 +568,42 @@ def _json(path: Path) -> pa.Table:
     block = max(1 << 20, longest + 1)
     try:
         table = _json_blocks(path, block)
-    except pa.ArrowInvalid:
-        # The row that the message names is counted from the start of its block; read as one block, from the file's.
-        table = _json_blocks(path, min(path.stat().st_size + 1, 2**31 - 1))
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{path}, {_json_fault(path, error)}") from error
     # An id such as "2026-01-31" is text, and the reader makes a time of it.
     times = [pa.field(f.name, pa.string()) for f in table.schema if pa.types.is_temporal(f.type)]
     return _json_blocks(path, block, pa.schema(times)) if times else table
 
 
 def _json_blocks(path: Path, size: int, known: pa.Schema | None = None) -> pa.Table:
-
     return pajson.read_json(
         path,
         read_options=pajson.ReadOptions(block_size=size),
         parse_options=pajson.ParseOptions(explicit_schema=known) if known else None,
     )
+
+
+def _json_fault(path: Path, error: pa.ArrowInvalid) -> str:
+    """What is wrong with JSON lines that pyarrow refused, and in which line, counted from 1."""
+    types: dict[str, tuple[str, int]] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as wrong:
+                return f"line {number}: is no JSON: {wrong.msg} at character {wrong.pos + 1}"
+            except UnicodeDecodeError as wrong:
+                return f"line {number}: is no UTF-8: {wrong.reason} at byte {wrong.start + 1}"
+            if not isinstance(row, dict):
+                return f"line {number}: holds a {type(row).__name__}, and each line has to be one object (JSON lines)"
+            for name, value in row.items():
+                kind = "number" if type(value) in (int, float) else type(value).__name__
+                first, at = types.setdefault(name, (kind, number)) if value is not None else (kind, number)
+                if first != kind:
+                    return f"line {number}: column '{name}' holds a {kind}, and in line {at} a {first}"
+    return f"which cannot be read as JSON lines: {error}"
 
 
 @contextmanager

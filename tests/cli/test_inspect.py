@@ -266,9 +266,7 @@ def test_json_lines_that_are_not(fails, tmp_path):
     file = tmp_path / "a.jsonl"
     line = '{"tokens": [1, 2], "loss_mask": [1]}\n'
     file.write_text(line * 60_000 + '{"tokens": [1, 2, "loss_mask": [1]}\n')
-    message = fails("inspect", file)
-    assert message.startswith(f"{file}: cannot be read as JSON lines")
-    assert message.endswith("in row 60000")
+    assert fails("inspect", file) == f"{file}, line 60001: is no JSON: Expecting ',' delimiter at character 30"
 
 
 def test_json_lines_with_masks_that_are_all_empty(run, tmp_path):

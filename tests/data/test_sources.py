@@ -458,6 +458,23 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         assert str(path) in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("bad", "said"),
+    [
+        (b'{"tokens": [1, 2}', "line 3: is no JSON: Expecting ',' delimiter at character 17"),
+        (b'{"tokens": [1, 2], "response_length": "one"}', "line 3: column 'response_length' holds a str, and in line 1 a number"),
+        (b'[{"tokens": [1, 2]}]', "line 3: holds a list, and each line has to be one object"),
+        (b'{"tokens": [1, 2], "rollout_id": \xff}', "line 3: is no UTF-8"),
+    ],
+)
+def test_a_line_that_is_no_json_is_told_with_its_number(tmp_path, bad, said):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(b'{"tokens": [1, 2], "response_length": 1}\n\n' + bad + b"\n")
+    with pytest.raises(rollpack.DataError) as caught:
+        rollpack.summarize(path)
+    assert f"{path}, {said}" in str(caught.value)
+
+
 def test_what_is_no_data_is_told_what_would_be():
     for data in (5, None, {1: [[1]]}, [1, 2], object()):
         with pytest.raises((TypeError, rollpack.RollpackError), match="Arrow"):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,20 +100,32 @@ def verify(
         ]
         ranks = [(d, c) for d in range(cut.dp_size) for c in range(cut.cp_size)]
         same = (zip(*(packer.rank(p, 0, d, c) for p in plans), strict=True) for d, c in ranks)
-        reduced = _reduce(itertools.chain.from_iterable(same), len(modes), truth, dtypes, reduce)
+        with _one_thread():
+            reduced = _reduce(itertools.chain.from_iterable(same), len(modes), truth, dtypes, reduce)
         for agreement, per_dtype in zip(agreements, reduced, strict=True):
             for dtype, observed in per_dtype.items():
-                agreement.add(dtype, cut, *_deviations(truth, agreement.loss_aggregation, observed))
+                agreement.add(dtype, cut, *_deviations(truth, agreement, observed))
         if progress is not None:
             progress(1)
     return agreements
 
 
-def _deviations(truth: Truth, mode: str, observed: Observed) -> tuple[float, float]:
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Micro-batches are small: threads would wait for each other far longer than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _deviations(truth: Truth, agreement: Agreement, observed: Observed) -> tuple[float, float]:
     """Of the loss and of the gradient. A masked position has no gradient at all: if it has one, the loss is NaN."""
-    expected, found = truth.gradient(mode), observed.gradient
+    expected, found = truth.gradient(agreement.loss_aggregation), observed.gradient
     scale, largest = float(np.abs(truth.losses) @ expected), float(expected.max(initial=0.0))
-    off, worst = abs(observed.loss - truth.loss(mode)), float(np.abs(found - expected).max(initial=0.0))
+    off, worst = abs(observed.loss - agreement.reference), float(np.abs(found - expected).max(initial=0.0))
     if found[expected == 0.0].any():
         off = float("nan")
     return off / (scale or 1.0), worst / (largest or 1.0)

@@ -224,13 +224,13 @@ fn mask_sum(list: &List, range: &Range<usize>, row: i64, faults: &mut Faults) ->
         v => v[range.clone()].iter().position(|x| !is_bit(*x)),
         _b => None
     )?;
+    let value = show(values, range.start + wrong);
+    let other = value.parse::<f64>().is_ok_and(|v| v < 0.0 || v.fract() != 0.0);
+    let hint = if other { "; are these advantages or log-probabilities?" } else { "" };
     faults.push(Error::data(
         &list.name,
         row,
-        format!(
-            "the value at position {wrong} is {}, and a mask holds only 0 and 1",
-            show(values, range.start + wrong)
-        ),
+        format!("the value at position {wrong} is {value}, and a mask holds only 0 and 1{hint}"),
     ));
     None
 }
