@@ -8,7 +8,8 @@ use arrow_array::ArrowNativeTypeOp;
 use arrow_array::cast::AsArray;
 
 use crate::Error;
-use crate::columns::{List, Samples, show, with_numbers};
+use crate::arrays::{List, show, with_numbers};
+use crate::columns::Samples;
 
 /// Collects faults up to a limit.
 #[derive(Debug)]

@@ -9,7 +9,7 @@ use arrow_data::transform::MutableArrayData;
 use arrow_schema::DataType;
 use rustc_hash::FxHashMap;
 
-use crate::columns::{Ids, show};
+use crate::arrays::{Ids, show};
 use crate::{Error, Result};
 
 /// Stands where an id is null; such rows are refused before anybody counts them.

@@ -1,10 +1,11 @@
 //! The core of rollpack: Arrow → [`summarize`](summary::summarize) → [`plan`](plan::plan) → [`pack`](pack::pack).
 //!
-//! It knows nothing of Python. Each rule has one home: reading and typing columns in [`columns`], checking rows in
+//! It knows nothing of Python. Each rule has one home: which column plays which role in [`columns`], types in [`arrays`], checking rows in
 //! [`check`], ids in [`ids`], the meaning of every mode in [`weights`], optimizer steps in [`steps`], the budget in
 //! [`bins`], balance over ranks in [`balance`], cost in [`cost`], padding and context parallelism in [`cut`].
 #![forbid(unsafe_code)]
 
+pub mod arrays;
 pub mod balance;
 pub mod bins;
 pub mod check;

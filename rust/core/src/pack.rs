@@ -7,8 +7,9 @@ use arrow_array::{Array, ArrowNativeTypeOp, RecordBatch};
 use arrow_schema::ArrowError;
 use num_traits::AsPrimitive;
 
+use crate::arrays::{List, Scalars, show, with_integers, with_numbers};
 use crate::check::{Faults, Row, is_one};
-use crate::columns::{List, Request, Samples, Scalars, show, with_integers, with_numbers};
+use crate::columns::{Request, Samples};
 use crate::cut::Cut;
 use crate::{Error, Result};
 

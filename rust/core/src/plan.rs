@@ -5,8 +5,8 @@ use std::sync::Arc;
 use arrow_array::{ArrayRef, Float64Array, Int64Array, RecordBatch};
 use arrow_schema::{Field, Schema};
 
+use crate::arrays::show;
 use crate::balance::{Limit, Shape, Sync, schedule};
-use crate::columns::show;
 use crate::cost::{Cost, CostModel, total};
 use crate::cut::{Cut, MAX_TOKENS};
 use crate::error::plan_error;

@@ -7,8 +7,9 @@ use arrow_array::types::Int64Type;
 use arrow_array::{Array, ArrayRef, Int64Array, RecordBatch};
 use arrow_schema::{ArrowError, Field, Schema};
 
+use crate::arrays::Ids;
 use crate::check::{Faults, Row};
-use crate::columns::{Ids, Request, Samples};
+use crate::columns::{Request, Samples};
 use crate::cut::MAX_TOKENS;
 use crate::ids::{Grouping, IdColumn, Numbered};
 use crate::{Error, Result};
