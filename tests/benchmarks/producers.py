@@ -65,8 +65,7 @@ def strings() -> Any:
 def duckdb(_: Path) -> Any:
     import duckdb
 
-    rollouts = table(list_)
-    return duckdb.sql("SELECT * FROM rollouts")
+    return duckdb.from_arrow(table(list_))
 
 
 def polars(_: Path) -> Any:

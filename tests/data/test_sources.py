@@ -462,7 +462,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     ("bad", "said"),
     [
         (b'{"tokens": [1, 2}', "line 3: is no JSON: Expecting ',' delimiter at character 17"),
-        (b'{"tokens": [1, 2], "response_length": "one"}', "line 3: column 'response_length' holds a str, and in line 1 a number"),
+        (b'{"response_length": "one"}', "line 3: column 'response_length' holds a str, and in line 1 a number"),
         (b'[{"tokens": [1, 2]}]', "line 3: holds a list, and each line has to be one object"),
         (b'{"tokens": [1, 2], "rollout_id": \xff}', "line 3: is no UTF-8"),
     ],

@@ -343,7 +343,7 @@ FAULTS = {
     "null token": (at("tokens", 2, [8, None]), "tokens", 2, ["null", "position 1"]),
     "null in a mask": (at("loss_mask", 3, [1, 1, None, 0]), "loss_mask", 3, ["null", "position 2"]),
     "mask of 2": (at("loss_mask", 1, [1, 2, 0]), "loss_mask", 1, ["position 1", "2", "0 and 1"]),
-    "advantages for a mask": (at("loss_mask", 1, [0.5, -1.25, 0.5]), "loss_mask", 1, ["position 0", "0.5", "are these advantages"]),
+    "advantages for a mask": (at("loss_mask", 1, [0.5, -1.25, 0.5]), "loss_mask", 1, ["0.5", "are these advantages"]),
     "mask of -1": (at("loss_mask", 3, [1, 1, 1, -1]), "loss_mask", 3, ["position 3", "-1"]),
     "mask too short": (at("loss_mask", 1, [1, 1]), "loss_mask", 1, ["2", "3", "response_length"]),
     "mask too long": (at("loss_mask", 2, [0, 0, 0]), "loss_mask", 2, ["3", "1", "response_length"]),
