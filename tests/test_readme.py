@@ -51,5 +51,3 @@ def test_every_public_name_has_a_docstring():
     for module in (rollpack, rollpack.torch):
         for name in module.__all__:
             assert (getattr(module, name).__doc__ or "").strip(), name
-
-

@@ -263,9 +263,7 @@ class Packer:
             is_placeholder=is_placeholder,
             index=index,
             **shared,
-            columns=dict(
-                zip(request.token_columns, _views(floats, [positions] * len(request.token_columns)), strict=True)
-            ),
+            columns=dict(zip(request.token_columns, _views(floats, [positions] * len(request.token_columns)), strict=True)),
             sample_columns={
                 name: next(singles if single else others)
                 for name, single in zip(request.sample_columns, float_columns, strict=True)
