@@ -274,6 +274,24 @@ def test_scaled_advantages_make_a_plain_sum_the_step_loss(name):
         assert total == pytest.approx(float(expected), rel=1e-14)
 
 
+def test_scaled_advantages_leave_the_value_loss_alone():
+    """Of the example, prompt_mean weighs tokens of group 0 by 1/8 and of group 1 by 1/10; sample_mean by 1/(4 M_r)."""
+    policy, value = {}, {}
+    for batch in micro_batches(loss_aggregation="prompt_mean", max_tokens_per_gpu=None, micro_batch_size=1):
+        mb = batch.to("cpu")
+        weights = token_weights(mb.loss_mask, mb.segment_ids, mb.sample_weights)
+        logprobs, values = (torch.zeros(len(mb.tokens), dtype=torch.float64, requires_grad=True) for _ in range(2))
+        advantages, returns = torch.full((2, len(mb.tokens)), 3.0, dtype=torch.float64)
+        loss = -(scale_advantages(advantages, weights) * logprobs).sum()
+        loss += LossReducer(backend="none")((values - returns).square(), mb, loss_aggregation="sample_mean")
+        loss.backward()
+        (row,) = mb.rows.tolist()
+        policy[row] = logprobs.grad[mb.loss_mask].tolist()
+        value[row] = values.grad[mb.loss_mask].tolist()
+    assert policy == {row: pytest.approx([-3 / n] * m) for row, n, m in ((0, 8, 1), (1, 8, 3), (2, 10, 2), (3, 10, 3))}
+    assert value == {row: pytest.approx([-6 / (4 * m)] * m) for row, m in ((0, 1), (1, 3), (2, 2), (3, 3))}
+
+
 def test_scaled_advantages_are_exactly_zero_where_masked():
     scaled = scale_advantages(torch.tensor([math.nan, 2.0]), torch.tensor([0.0, 0.5]))
     assert scaled.tolist() == [0.0, 1.0]
