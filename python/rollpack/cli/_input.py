@@ -11,7 +11,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from rollpack._errors import DataError, SchemaError
-from rollpack._sources import Source, Watch, _paths
+from rollpack._sources import Source, Watch, paths
 
 
 class Input:
@@ -23,7 +23,7 @@ class Input:
     """
 
     def __init__(self, patterns: Sequence[str], progress: Callable[[int], object] | None = None) -> None:
-        self.paths: list[Path] = [path for pattern in patterns for path in _paths(pattern)]
+        self.paths: list[Path] = [path for pattern in patterns for path in paths(pattern)]
         self._watch = Watch(progress)
         self.source = Source.of(self.paths).watched(self._watch)
 

@@ -1,0 +1,217 @@
+"""Files of Parquet, Arrow IPC and JSON lines."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import pyarrow as pa
+import pyarrow.ipc as paipc
+import pyarrow.json as pajson
+
+from rollpack._errors import DataError
+from rollpack._sources.parts import Batches, Part
+
+
+def paths(pattern: str) -> list[Path]:
+    """The files that a path or glob names, in sorted order."""
+    path = Path(pattern)
+    if path.is_dir():
+        raise DataError(f"{pattern} is a directory; pass its files as a glob, such as {pattern.rstrip('/')}/*.parquet")
+    found = [path] if path.exists() else [Path(p) for p in sorted(glob.glob(pattern, recursive=True))]
+    found = [p for p in found if p.is_file()]
+    if not found:
+        raise DataError(f"no file is called {pattern}" if not glob.has_magic(pattern) else f"no file matches {pattern}")
+    return found
+
+
+def of_file(path: Path) -> Part:
+    """A file, its kind told by its first bytes, or else by its name."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(6)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
+    if not start:
+        raise DataError(f"{path}: the file is empty")
+    if start[:4] == b"PAR1":
+        import pyarrow.parquet as papq  # imported where it is used: it makes `import rollpack` slow
+
+        # Files may be many: each is open only while it is read.
+        metadata = cache(partial(papq.read_metadata, path))
+        # Checksums are rare and cheap. Without a buffer whole columns of a row group would be read at once.
+        opened = partial(papq.ParquetFile, path, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True)
+        return of_parquet(lambda: opened(metadata=metadata()), metadata, partial(_readable, path, "Parquet"))
+    if start == b"ARROW1":
+        return of_arrow_file(
+            lambda options: paipc.open_file(pa.memory_map(str(path)), options=options), partial(_readable, path, "Arrow IPC")
+        )
+    if path.suffix in {".arrow", ".ipc", ".arrows", ".feather"}:
+        return Part(lambda *_: _arrow_stream(path))
+    if start.lstrip()[:1] == b"{" or path.suffix in {".jsonl", ".ndjson", ".json"}:
+
+        def read(*_: object) -> pa.Table:
+            with _readable(path, "JSON lines"):
+                return _json(path)
+
+        return Part(read)
+    raise DataError(f"{path}: this is no Parquet, Arrow IPC or JSON-lines file")
+
+
+#: As ``_readable`` of a path and a kind, or nothing of the sort.
+_Guard: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+def of_parquet(opened: Callable[[], AbstractContextManager[Any]], metadata: Callable[[], Any], readable: _Guard) -> Part:
+    """Row groups can be read alone."""
+
+    def schema() -> pa.Schema:
+        with readable():
+            return metadata().schema.to_arrow_schema()
+
+    def names() -> list[str]:
+        with readable():
+            return list(schema().names)
+
+    def lengths() -> list[int]:
+        with readable():
+            return [metadata().row_group(i).num_rows for i in range(metadata().num_row_groups)]
+
+    def stream(wanted: list[str] | None, pieces: list[int] | None) -> Batches:
+        columns = schema() if wanted is None else pa.schema([schema().field(name) for name in wanted])
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            with readable(), opened() as file:
+                size = _batch_size(file.metadata)
+                for run in _runs(lengths(), pieces, size):
+                    yield from file.iter_batches(batch_size=size, columns=wanted, row_groups=run)
+
+        return Batches(columns, batches())
+
+    return Part(stream, names, lengths)
+
+
+def _runs(lengths: Sequence[int], pieces: Iterable[int] | None, rows: int) -> Iterator[list[int]]:
+    """Row groups, in runs of so many rows at least: a reader of many row groups holds more than it gives."""
+    run: list[int] = []
+    for piece in range(len(lengths)) if pieces is None else pieces:
+        run.append(piece)
+        if sum(lengths[i] for i in run) >= rows:
+            yield run
+            run = []
+    if run:
+        yield run
+
+
+def _batch_size(metadata: Any) -> int:
+    """Rows of about 8 MiB: a row may hold a few tokens, or a hundred thousand."""
+    size = sum(metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups))
+    return int(min(max((8 << 20) * metadata.num_rows // max(size, 1), 1), 4096))
+
+
+def of_arrow_file(opened: Callable[[paipc.IpcReadOptions | None], Any], readable: _Guard) -> Part:
+    """Batches can be read alone."""
+
+    def schema() -> pa.Schema:
+        with readable():
+            return opened(None).schema
+
+    def names() -> list[str]:
+        with readable():
+            return list(schema().names)
+
+    @cache
+    def lengths() -> list[int]:
+        # The number of rows is known where a batch is read: of its first flat column only, which may be compressed.
+        flat = [i for i, field in enumerate(schema()) if not pa.types.is_nested(field.type)]
+        with readable():
+            file = opened(paipc.IpcReadOptions(included_fields=flat[:1]))
+            return [file.get_batch(i).num_rows for i in range(file.num_record_batches)]
+
+    def stream(wanted: list[str] | None, pieces: list[int] | None) -> Batches:
+        columns = schema() if wanted is None else pa.schema([schema().field(name) for name in wanted])
+
+        def batches() -> Iterator[pa.RecordBatch]:
+            with readable():
+                included = [] if wanted is None else [schema().get_field_index(name) for name in wanted]
+                file = opened(paipc.IpcReadOptions(included_fields=included))
+                for i in range(file.num_record_batches) if pieces is None else pieces:
+                    batch = file.get_batch(i)
+                    yield batch if wanted is None else batch.select(wanted)
+
+        return Batches(columns, batches())
+
+    return Part(stream, names, lengths)
+
+
+def _arrow_stream(path: Path) -> Batches:
+    with _readable(path, "Arrow IPC"):
+        with path.open("rb") as file:
+            file.seek(max(path.stat().st_size - 8, 0))
+            if file.read() != b"\xff\xff\xff\xff\0\0\0\0":
+                raise DataError(f"{path}: the Arrow stream has no end: it was cut short, or is still being written")
+        reader = paipc.open_stream(pa.memory_map(str(path)))
+
+    def batches() -> Iterator[pa.RecordBatch]:
+        with _readable(path, "Arrow IPC"):
+            yield from reader
+
+    return Batches(reader.schema, batches())
+
+
+def _json(path: Path) -> pa.Table:
+    # A block has to hold the longest line whole: a long rollout with its log-probabilities is many MiB of text.
+    with path.open("rb") as file:
+        longest = max((len(line) for line in file), default=0)
+    block = max(1 << 20, longest + 1)
+    try:
+        table = _json_blocks(path, block)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{path}, {_json_fault(path, error)}") from error
+    # An id such as "2026-01-31" is text, and the reader makes a time of it.
+    times = [pa.field(f.name, pa.string()) for f in table.schema if pa.types.is_temporal(f.type)]
+    return _json_blocks(path, block, pa.schema(times)) if times else table
+
+
+def _json_blocks(path: Path, size: int, known: pa.Schema | None = None) -> pa.Table:
+    return pajson.read_json(
+        path,
+        read_options=pajson.ReadOptions(block_size=size),
+        parse_options=pajson.ParseOptions(explicit_schema=known) if known else None,
+    )
+
+
+def _json_fault(path: Path, error: pa.ArrowInvalid) -> str:
+    """What is wrong with JSON lines that pyarrow refused, and in which line, counted from 1."""
+    types: dict[str, tuple[str, int]] = {}
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as wrong:
+                return f"line {number}: is no JSON: {wrong.msg} at character {wrong.pos + 1}"
+            except UnicodeDecodeError as wrong:
+                return f"line {number}: is no UTF-8: {wrong.reason} at byte {wrong.start + 1}"
+            if not isinstance(row, dict):
+                return f"line {number}: holds a {type(row).__name__}, and each line has to be one object (JSON lines)"
+            for name, value in row.items():
+                kind = "number" if type(value) in (int, float) else type(value).__name__
+                first, at = types.setdefault(name, (kind, number)) if value is not None else (kind, number)
+                if first != kind:
+                    return f"line {number}: column '{name}' holds a {kind}, and in line {at} a {first}"
+    return f"which cannot be read as JSON lines: {error}"
+
+
+@contextmanager
+def _readable(path: Path, kind: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the last of a column's name
+        raise DataError(f"{path}: cannot be read as {kind}: {error}") from error

@@ -1,0 +1,82 @@
+"""One object or file as Arrow streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias, TypeVar
+
+import pyarrow as pa
+
+from rollpack._errors import DataError, RollpackError
+
+T = TypeVar("T")
+
+#: The number of a part, and of what can be read of it alone: a row group of a Parquet file, a batch of an Arrow file.
+Piece: TypeAlias = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One object or file.
+
+    Attributes:
+        stream: the columns of these names (None: all) in these pieces (None: all), as an Arrow stream.
+        names: its columns, None where only the stream itself can tell.
+        lengths: the rows of each piece, None where only the stream itself can tell how many there are.
+    """
+
+    stream: Callable[[list[str] | None, list[int] | None], Any]
+    names: Callable[[], list[str]] | None = None
+    lengths: Callable[[], list[int]] | None = None
+
+
+class Batches:
+    """Batches that Python hands over one by one, as an Arrow stream.
+
+    Attributes:
+        schema: of the batches.
+        failure: what stopped them, of which the C interface passes on the text alone.
+    """
+
+    def __init__(self, schema: pa.Schema, batches: Iterable[pa.RecordBatch]) -> None:
+        self.schema = schema
+        self.failure: BaseException | None = None
+        self._batches = batches
+
+    def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        return pa.RecordBatchReader.from_batches(self.schema, self._sound()).__arrow_c_stream__(requested_schema)
+
+    def _sound(self) -> Iterator[pa.RecordBatch]:
+        try:
+            for batch in self._batches:
+                yield sound(batch)
+        except GeneratorExit:  # nobody wants the rest
+            raise
+        except BaseException as error:
+            self.failure = error
+            raise
+
+
+def sound(data: T) -> T:
+    """Pyarrow knows the sizes of its buffers, and the C interface does not tell them: whether they suffice is asked here."""
+    try:
+        data.validate()  # type: ignore[attr-defined]
+    except pa.ArrowException as error:
+        raise DataError(f"the Arrow data is corrupt: {error}") from error
+    return data
+
+
+@contextmanager
+def reading(streams: Sequence[Any]) -> Iterator[None]:
+    """Raises what stopped one of the streams, in place of the text that the core makes of it."""
+    try:
+        yield
+    except Exception as error:
+        for failure in (stream.failure for stream in streams if isinstance(stream, Batches)):
+            if isinstance(failure, RollpackError) or not isinstance(failure, Exception | None):
+                raise failure from None  # one of ours, or Ctrl-C
+            if failure is not None:
+                raise error from failure
+        raise
