@@ -11,6 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rollpack import _reference
+from rollpack._errors import RollpackError
 from rollpack._sources import Request, Source
 
 
@@ -96,16 +97,18 @@ def make_rollouts(seed: int = 0, *, prompts: int = 48, longest: int = 8192) -> p
     Args:
         seed: the same seed, the same batch.
         prompts: prompt groups, of 2 to 8 rollouts each; a rollout is 1 to 4 samples.
-        longest: no sample has more tokens than this.
+        longest: no sample has more tokens than this; at least 2.
 
     Returns:
         A table with ``group_index``, ``rollout_id``, ``tokens``, ``response_length``, ``loss_mask`` and ``reward``.
     """
+    if longest < 2:
+        raise RollpackError(f"longest is {longest}; a sample has a prompt and a response, so at least 2 tokens")
     random = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
     rollout = 0
     for group in range(prompts):
-        prompt = random.integers(16, 256)
+        prompt = min(random.integers(16, 256), longest // 2)
         for _ in range(random.integers(2, 9)):
             reward = float(random.random() < 0.4)
             for _ in range(1 + (random.random() < 0.25) * random.integers(1, 4)):

@@ -1,5 +1,6 @@
 """The torch side: per-token losses become a loss whose gradient does not depend on how the batch was cut."""
 
+from rollpack.torch.attention import attention_mask, block_mask
 from rollpack.torch.backends import gradient_factor
 from rollpack.torch.logprobs import token_logprobs
 from rollpack.torch.mesh import Ranks, ranks_of
@@ -11,6 +12,8 @@ __all__ = [
     "LossReducer",
     "Metrics",
     "Ranks",
+    "attention_mask",
+    "block_mask",
     "gradient_factor",
     "ranks_of",
     "scale_advantages",
