@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -145,6 +145,14 @@ def pack(
     return packer.rank(plan, step, dp_rank, cp_rank)
 
 
+#: Gives an int32, a bool, a float32 and a float64 array of these lengths.
+Buffers = Callable[[Sequence[int]], tuple[npt.NDArray[Any], ...]]
+
+
+def _fresh(lengths: Sequence[int]) -> tuple[npt.NDArray[Any], ...]:
+    return tuple(np.empty(n, dtype) for n, dtype in zip(lengths, (np.int32, np.bool_, np.float32, np.float64), strict=True))
+
+
 #: The plan's columns that packing checks or passes on, each with what a placeholder has there, and those of groups.
 _PLANNED = {
     "row": -1,
@@ -188,8 +196,20 @@ class Packer:
             self._rows = self._source.take(self._request, pieces)
             self._pieces = pieces
 
-    def rank(self, plan: Plan, step: int, dp_rank: int, cp_rank: int) -> Iterator[MicroBatch[npt.NDArray[Any]]]:
-        """The micro-batches of one rank in one step."""
+    def rank(
+        self,
+        plan: Plan,
+        step: int,
+        dp_rank: int,
+        cp_rank: int,
+        *,
+        buffers: Buffers | None = None,
+        indices: Sequence[int] | None = None,
+    ) -> Iterator[MicroBatch[npt.NDArray[Any]]]:
+        """The micro-batches of one rank in one step, those of these indices (None: all), each in buffers of its own.
+
+        ``buffers``: gives other buffers to pack a micro-batch into; its arrays are views of them.
+        """
         if self._rows.num_rows != plan.num_rows:
             raise DataError(
                 f"{plan.num_rows} rows were planned, and the data now has {self._rows.num_rows}: it is not the data that "
@@ -216,22 +236,24 @@ class Packer:
         columns = {name: plan._slice(name, slice(None)) for name in _PLANNED}
         if settings.loss_aggregation == "prompt_mean":
             columns |= {name: plan._slice(name, slice(None)) for name in _PLANNED_PROMPTS}
-        for index in range(counts.num_micro_batches):
+        for index in range(counts.num_micro_batches) if indices is None else indices:
             at = plan._bounds(step, dp_rank, index)
             placed = {name: column[at] for name, column in columns.items()}
-            yield self._pack(placed, settings.cut, cp_rank, index, shared)
+            yield self._pack(placed, settings.cut, cp_rank, buffers or _fresh, shared | {"index": index})
 
     def _pack(
-        self, placed: Mapping[str, npt.NDArray[Any]], cut: tuple[int, str, int, int], cp_rank: int, index: int, shared: Any
+        self,
+        placed: Mapping[str, npt.NDArray[Any]],
+        cut: tuple[int, str, int, int],
+        cp_rank: int,
+        buffers: Buffers,
+        shared: Any,
     ) -> MicroBatch[npt.NDArray[Any]]:
-        """``placed``: the plan's columns for this micro-batch. ``shared``: what it has in common with the others."""
+        """``placed``: the plan's columns for this micro-batch. ``shared``: what else it is to hold."""
         rows, request = self._rows, self._request
         planned = placed["row"], placed["total_length"], placed["response_length"], placed["mask_sum"]
         samples, positions, max_seqlen, lengths = rows.size(planned, cut)
-        ints = np.empty(lengths[0], np.int32)
-        mask = np.empty(lengths[1], np.bool_)
-        floats = np.empty(lengths[2], np.float32)
-        doubles = np.empty(lengths[3], np.float64)
+        ints, mask, floats, doubles = buffers(lengths)
         rows.pack(planned, cut, cp_rank, ints, mask, floats, doubles)
 
         by_position = _views(ints, [positions] * 4 + [samples + 1] * 2)
@@ -261,7 +283,6 @@ class Packer:
             sample_weights=own["sample_weight"],
             max_seqlen=max_seqlen,
             is_placeholder=is_placeholder,
-            index=index,
             **shared,
             columns=dict(zip(request.token_columns, _views(floats, [positions] * len(request.token_columns)), strict=True)),
             sample_columns={

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -140,3 +141,15 @@ def test_real_traces(file):
     chosen = [Cut(1, 1, "zigzag", longest), Cut(8, 4, "zigzag", longest // 4 + 1), Cut(4, 2, "contiguous", longest)]
     for agreement in verify(file, chosen, divisor=4096.0):
         assert agreement.agrees, agreement
+
+
+@pytest.mark.parametrize("longest", [2, 3, 16, 60])
+def test_made_up_rollouts_may_be_short(longest):
+    lengths = pa.compute.list_value_length(make_rollouts(prompts=4, longest=longest)["tokens"]).to_pylist()
+    assert min(lengths) >= 2
+    assert max(lengths) <= longest
+
+
+def test_made_up_rollouts_have_a_prompt_and_a_response():
+    with pytest.raises(rollpack.RollpackError, match="longest is 1"):
+        make_rollouts(longest=1)

@@ -108,11 +108,11 @@ def make_rollouts(seed: int = 0, *, prompts: int = 48, longest: int = 8192) -> p
     rows: list[dict[str, Any]] = []
     rollout = 0
     for group in range(prompts):
-        prompt = min(random.integers(16, 256), longest // 2)
+        prompt = min(int(random.integers(16, 256)), longest // 2)
         for _ in range(random.integers(2, 9)):
             reward = float(random.random() < 0.4)
             for _ in range(1 + (random.random() < 0.25) * random.integers(1, 4)):
-                response = int(min(longest - int(prompt), 8 + int(random.lognormal(6.0, 1.0))))
+                response = int(min(longest - prompt, 8 + int(random.lognormal(6.0, 1.0))))
                 mask = np.ones(response, dtype=np.uint8)
                 for _ in range(random.poisson(1.0)):  # what a tool or an environment wrote
                     start = random.integers(0, response)
