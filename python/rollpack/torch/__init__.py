@@ -6,15 +6,19 @@ from rollpack.torch.logprobs import token_logprobs
 from rollpack.torch.mesh import Ranks, ranks_of
 from rollpack.torch.metrics import Metrics
 from rollpack.torch.reducer import LossReducer
+from rollpack.torch.stream import MicroBatchDataset, MicroBatches, micro_batches
 from rollpack.torch.weights import scale_advantages, token_weights, weighted_sum
 
 __all__ = [
     "LossReducer",
     "Metrics",
+    "MicroBatchDataset",
+    "MicroBatches",
     "Ranks",
     "attention_mask",
     "block_mask",
     "gradient_factor",
+    "micro_batches",
     "ranks_of",
     "scale_advantages",
     "token_logprobs",

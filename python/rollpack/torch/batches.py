@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,23 +13,39 @@ from rollpack.packing import MicroBatch
 from rollpack.torch.weights import mode_weights
 
 #: These stay int32, as varlen attention kernels take them.
-_STAY_INT32 = frozenset({"cu_seqlens", "cu_seqlens_padded"})
+STAY_INT32 = frozenset({"cu_seqlens", "cu_seqlens_padded"})
 
 
 def to_device(micro_batch: MicroBatch[Any], device: str | torch.device) -> MicroBatch[torch.Tensor]:
     """What :meth:`rollpack.MicroBatch.to` does."""
-    if not micro_batch.mode_weights:
-        micro_batch = dataclasses.replace(micro_batch, mode_weights=_mode_weights(micro_batch))
+
+    def moved(name: str, value: Any) -> torch.Tensor:
+        tensor = as_tensor(value, device)
+        # int32 travels, and is widened where it arrives.
+        return tensor.to(torch.int64) if name not in STAY_INT32 and tensor.dtype == torch.int32 else tensor
+
+    return map_arrays(with_mode_weights(micro_batch), moved)
+
+
+def map_arrays(micro_batch: MicroBatch[Any], change: Callable[[str, Any], Any]) -> MicroBatch[Any]:
+    """The micro-batch with ``change(name of the field, array)`` in the place of each array or tensor."""
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(micro_batch):
         value = getattr(micro_batch, field.name)
-        widen = field.name not in _STAY_INT32
         if isinstance(value, np.ndarray | torch.Tensor):
-            changed[field.name] = _tensor(value, device, widen=widen)
+            changed[field.name] = change(field.name, value)
         elif isinstance(value, dict):
-            changed[field.name] = {name: _tensor(array, device, widen=widen) for name, array in value.items()}
-    moved: MicroBatch[torch.Tensor] = dataclasses.replace(micro_batch, **changed)
-    return moved
+            changed[field.name] = {name: change(field.name, array) for name, array in value.items()}
+    return dataclasses.replace(micro_batch, **changed)
+
+
+def with_mode_weights(micro_batch: MicroBatch[Any]) -> MicroBatch[Any]:
+    """The micro-batch with ``mode_weights`` filled in."""
+    return (
+        micro_batch
+        if micro_batch.mode_weights
+        else dataclasses.replace(micro_batch, mode_weights=_mode_weights(micro_batch))
+    )
 
 
 def _mode_weights(micro_batch: MicroBatch[Any]) -> dict[str, Any]:
@@ -44,9 +61,3 @@ def as_tensor(value: Any, device: str | torch.device) -> torch.Tensor:
         value = torch.from_numpy(value if value.flags.writeable else value.copy())
     moved: torch.Tensor = value.to(device)
     return moved
-
-
-def _tensor(value: Any, device: str | torch.device, *, widen: bool) -> torch.Tensor:
-    # int32 travels, and is widened where it arrives.
-    moved = as_tensor(value, device)
-    return moved.to(torch.int64) if widen and moved.dtype == torch.int32 else moved
