@@ -3,11 +3,14 @@
 use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::collections::binary_heap::PeekMut;
+use std::iter::once_with;
 
 use crate::Result;
 use crate::bins::{best_fit_decreasing, filled, sorted};
 use crate::cost::{Cost, total};
 use crate::error::plan_error;
+use crate::lockstep::{deal_rounds, level_fill};
+use crate::swaps::even_out;
 
 /// When ranks wait for each other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +51,9 @@ pub struct Shape {
     pub sync: Sync,
 }
 
+/// A heaviest rank that is above the mean by less than one in so many is even enough.
+const EVEN: Cost = 5_000;
+
 /// More micro-batches in a step than this are a mistake in the arguments.
 const MAX_SLOTS: usize = 1 << 26;
 
@@ -76,15 +82,89 @@ pub fn schedule(step: usize, lengths: &[i64], costs: &[Cost], shape: &Shape) -> 
     }
     let mut schedule = match shape.limit {
         Limit::Tokens(capacity) => {
-            let bins = fill_slots(bins, lengths, costs, capacity, slots - missing);
-            deal(bins, costs, shape, per_rank)
+            let step = Step { lengths, costs, capacity, dp_size: shape.dp_size, per_rank };
+            match shape.sync {
+                Sync::MicroBatch if shape.dp_size > 1 => step.in_rounds(bins, slots - missing),
+                _ => step.by_rank(bins, slots - missing),
+            }
         }
-        Limit::Samples(_) => by_count(costs, shape, per_rank),
+        Limit::Samples(_) => by_count(lengths, costs, shape, per_rank),
     };
     for samples in &mut schedule {
         samples.sort_unstable();
     }
     Ok(schedule)
+}
+
+/// Samples that are to be placed under a cap, in `dp_size` times `per_rank` micro-batches.
+struct Step<'a> {
+    lengths: &'a [i64],
+    costs: &'a [Cost],
+    capacity: i64,
+    dp_size: usize,
+    per_rank: usize,
+}
+
+impl Step<'_> {
+    /// Ranks wait for each other at every micro-batch. `bins` are what is used where nothing better is found; `filled` is
+    /// how many micro-batches are not empty.
+    fn in_rounds(&self, bins: Vec<Vec<usize>>, filled: usize) -> Vec<Vec<usize>> {
+        let Self { lengths, costs, capacity, dp_size, per_rank } = *self;
+        let mut rounds = level_fill(lengths, costs, capacity, dp_size, per_rank).unwrap_or_else(|| {
+            let bins = spread(lengths, costs, capacity, filled).unwrap_or_else(|| split(bins, costs, filled));
+            self.heaviest_first(bins).0
+        });
+        for round in rounds.chunks_mut(dp_size) {
+            even_out(round, 1, lengths, costs, capacity);
+        }
+        deal_rounds(rounds, costs, dp_size)
+    }
+
+    /// Ranks wait for each other once: the first of three ways that is even, or the most even. Cheap ways come first.
+    fn by_rank(&self, bins: Vec<Vec<usize>>, filled: usize) -> Vec<Vec<usize>> {
+        let Self { lengths, costs, capacity, dp_size, per_rank } = *self;
+        let ways = once_with(|| spread(lengths, costs, capacity, filled).map(|bins| self.deal(bins)))
+            .chain(once_with(|| Some(self.deal(split(bins, costs, filled)))))
+            .chain(once_with(|| {
+                Some(deal_rounds(level_fill(lengths, costs, capacity, dp_size, per_rank)?, costs, dp_size))
+            }));
+        let even = total(costs.iter().copied()) / dp_size as Cost;
+        let mut best: Option<(Cost, Vec<Vec<usize>>)> = None;
+        for mut schedule in ways.flatten() {
+            even_out(&mut schedule, per_rank, lengths, costs, capacity);
+            let ranks =
+                schedule.chunks(per_rank).map(|rank| total(rank.iter().map(|bin| cost_of(bin, costs))));
+            let heaviest = ranks.max().unwrap_or(0);
+            if best.as_ref().is_none_or(|(least, _)| heaviest < *least) {
+                best = Some((heaviest, schedule));
+            }
+            if best.as_ref().is_some_and(|(least, _)| *least <= even + even / EVEN) {
+                break;
+            }
+        }
+        let mut schedule = best.map(|(_, schedule)| schedule).unwrap_or_default();
+        // What runs at the same time is alike then, which costs nothing and helps who waits a little all the same.
+        for rank in schedule.chunks_mut(per_rank) {
+            rank.sort_by_cached_key(|bin| Reverse(cost_of(bin, costs)));
+        }
+        schedule
+    }
+
+    /// Deals bins to ranks, `per_rank` to each; where there are fewer, the rest stays empty.
+    fn deal(&self, bins: Vec<Vec<usize>>) -> Vec<Vec<usize>> {
+        let (mut bins, loads) = self.heaviest_first(bins);
+        // LPT hands out the heaviest first, so each rank's micro-batches run from heavy to light.
+        let ranks = lpt(&loads, &vec![self.per_rank; self.dp_size], 0);
+        ranks.into_iter().flatten().map(|bin| std::mem::take(&mut bins[bin])).collect()
+    }
+
+    /// As many bins as there are micro-batches, and what each costs.
+    fn heaviest_first(&self, mut bins: Vec<Vec<usize>>) -> (Vec<Vec<usize>>, Vec<Cost>) {
+        bins.resize_with(self.dp_size * self.per_rank, Vec::new);
+        let mut order: Vec<_> = bins.iter().map(|bin| cost_of(bin, self.costs)).zip(0..).collect();
+        order.sort_by_key(|(cost, _)| Reverse(*cost));
+        order.into_iter().map(|(cost, bin): (_, usize)| (std::mem::take(&mut bins[bin]), cost)).unzip()
+    }
 }
 
 /// Longest processing time first: items, heaviest first, each to the lightest part that has room for one more.
@@ -131,18 +211,8 @@ fn by_budget(lengths: &[i64], capacity: i64) -> Vec<Vec<usize>> {
     bins.chain(alone.into_iter().map(|i| vec![i])).collect()
 }
 
-/// Exactly `slots` bins, none empty, as even in cost as the cap allows. There are at least `slots` samples.
-fn fill_slots(
-    bins: Vec<Vec<usize>>,
-    lengths: &[i64],
-    costs: &[Cost],
-    capacity: i64,
-    slots: usize,
-) -> Vec<Vec<usize>> {
-    spread(lengths, costs, capacity, slots).unwrap_or_else(|| split(bins, costs, slots))
-}
-
-/// Longest first into the lightest bin that has room; `None` where a sample finds none.
+/// Exactly `slots` bins, none empty: longest first into the lightest bin that has room. `None` where a sample finds none.
+/// There are at least `slots` samples.
 fn spread(lengths: &[i64], costs: &[Cost], capacity: i64, slots: usize) -> Option<Vec<Vec<usize>>> {
     /// How many bins are tried for one sample: a bound in work.
     const TRIES: usize = 16;
@@ -205,38 +275,8 @@ fn split(bins: Vec<Vec<usize>>, costs: &[Cost], slots: usize) -> Vec<Vec<usize>>
     whole
 }
 
-/// Deals bins to ranks, `per_rank` to each; where there are fewer, the rest stays empty.
-fn deal(mut bins: Vec<Vec<usize>>, costs: &[Cost], shape: &Shape, per_rank: usize) -> Vec<Vec<usize>> {
-    let dp_size = shape.dp_size;
-    let mut order: Vec<_> = bins.iter().map(|bin| cost_of(bin, costs)).zip(0..).collect();
-    order.sort_by_key(|(cost, _)| Reverse(*cost));
-    let mut bins: Vec<_> = order.iter().map(|(_, bin)| std::mem::take(&mut bins[*bin])).collect();
-    bins.resize_with(dp_size * per_rank, Vec::new);
-    let mut bin_costs: Vec<_> = order.into_iter().map(|(cost, _)| cost).collect();
-    bin_costs.resize(bins.len(), 0);
-    let ranks = match shape.sync {
-        Sync::Step => lpt(&bin_costs, &vec![per_rank; dp_size], 0),
-        Sync::MicroBatch => {
-            // Neighbours in cost run at the same time; among them the heaviest goes to the rank that has done least.
-            let mut ranks = vec![Vec::with_capacity(per_rank); dp_size];
-            let mut loads = vec![0; dp_size];
-            for first in (0..bins.len()).step_by(dp_size) {
-                let mut idle: Vec<usize> = (0..dp_size).collect();
-                idle.sort_by_key(|rank| loads[*rank]);
-                for (rank, bin) in idle.into_iter().zip(first..) {
-                    loads[rank] = bin_costs[bin].saturating_add(loads[rank]);
-                    ranks[rank].push(bin);
-                }
-            }
-            ranks
-        }
-    };
-    // LPT hands out the heaviest first, so each rank's micro-batches already run from heavy to light.
-    ranks.into_iter().flatten().map(|bin| std::mem::take(&mut bins[bin])).collect()
-}
-
 /// Equal counts: micro-batches and ranks hold the same number of samples, within one.
-fn by_count(costs: &[Cost], shape: &Shape, per_rank: usize) -> Vec<Vec<usize>> {
+fn by_count(lengths: &[i64], costs: &[Cost], shape: &Shape, per_rank: usize) -> Vec<Vec<usize>> {
     let dp_size = shape.dp_size;
     let slots = dp_size * per_rank;
     let pick = |members: &[usize], limits: &[usize]| -> Vec<Vec<usize>> {
@@ -249,10 +289,12 @@ fn by_count(costs: &[Cost], shape: &Shape, per_rank: usize) -> Vec<Vec<usize>> {
     match shape.sync {
         Sync::Step => {
             let ranks = pick(&order, &vec![order.len() / dp_size; dp_size]);
-            ranks
+            let mut schedule: Vec<_> = ranks
                 .iter()
                 .flat_map(|members| pick(members, &vec![members.len() / per_rank; per_rank]))
-                .collect()
+                .collect();
+            even_out(&mut schedule, per_rank, lengths, costs, i64::MAX);
+            schedule
         }
         Sync::MicroBatch => {
             // Neighbours in cost run at the same time. The counts are dealt out first, so that ranks' counts are even.
@@ -264,7 +306,9 @@ fn by_count(costs: &[Cost], shape: &Shape, per_rank: usize) -> Vec<Vec<usize>> {
                     (0..dp_size).map(|rank| base + usize::from(k * dp_size + rank < extra)).collect();
                 let (now, later) = rest.split_at(limits.iter().sum());
                 rest = later;
-                for (rank, part) in pick(now, &limits).into_iter().enumerate() {
+                let mut round = pick(now, &limits);
+                even_out(&mut round, 1, lengths, costs, i64::MAX);
+                for (rank, part) in round.into_iter().enumerate() {
                     schedule[rank * per_rank + k] = part;
                 }
             }

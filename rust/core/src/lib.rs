@@ -2,7 +2,8 @@
 //!
 //! It knows nothing of Python. Each rule has one home: which column plays which role in [`columns`], types in [`arrays`], checking rows in
 //! [`check`], ids in [`ids`], the meaning of every mode in [`weights`], optimizer steps in [`steps`], the budget in
-//! [`bins`], balance over ranks in [`balance`], cost in [`cost`], padding and context parallelism in [`cut`].
+//! [`bins`], balance over ranks in [`balance`] and, where they wait at every micro-batch, in [`lockstep`], cost in [`cost`],
+//! padding and context parallelism in [`cut`].
 #![forbid(unsafe_code)]
 
 pub mod arrays;
@@ -14,10 +15,12 @@ pub mod cost;
 pub mod cut;
 pub mod error;
 pub mod ids;
+pub mod lockstep;
 pub mod pack;
 pub mod plan;
 pub mod steps;
 pub mod summary;
+mod swaps;
 pub mod weights;
 
 pub use error::{Error, Result};

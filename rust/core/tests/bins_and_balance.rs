@@ -1,5 +1,5 @@
 //! Bins under a hard cap, and a schedule in which nobody is empty and nobody waits long.
-#![allow(clippy::unwrap_used)] // a test that cannot go on has failed
+#![allow(clippy::unwrap_used, clippy::panic)] // a test that cannot go on has failed
 
 mod common;
 
@@ -161,6 +161,103 @@ fn synchronised_at_every_micro_batch_neighbours_in_cost_run_together() {
 }
 
 #[test]
+fn a_round_is_filled_to_the_cost_of_its_longest() {
+    // Costs are s * s: beside the 9 (81) lie 7 + 5 (74), and not 7 + 6 (85); then 6 + 5 (61) beside 5 + 5 + 3 (59).
+    let lengths = [9, 7, 6, 5, 5, 5, 5, 3];
+    let costs: Vec<Cost> = lengths.iter().map(|n| CostModel::new(0, 1).unwrap().cost(*n)).collect();
+    let shape = Shape { sync: Sync::MicroBatch, ..tokens(13, 2) };
+    let rounds = schedule(0, &lengths, &costs, &shape).unwrap();
+    let cost_of = |m: &Vec<usize>| m.iter().map(|i| costs[*i]).sum::<Cost>();
+    // Rank after rank, two micro-batches each; the rank that had the 9 does less in the second round.
+    assert_eq!(rounds.iter().map(cost_of).collect::<Vec<_>>(), [81, 59, 74, 61]);
+}
+
+#[test]
+fn swaps_make_even_what_lpt_leaves() {
+    // LPT gives 8 + 5 + 4 and 7 + 6. Swapping 8 and 6 makes both 15.
+    for sync in [Sync::Step, Sync::MicroBatch] {
+        for shape in [samples(3, 2), tokens(17, 2)] {
+            let mut two = packed(&[8, 7, 6, 5, 4], Shape { sync, ..shape });
+            two.sort();
+            assert_eq!(two, [vec![6, 5, 4], vec![8, 7]]);
+        }
+    }
+}
+
+/// Lengths of many short and few long samples, up to `longest`, and no two runs differ.
+fn skewed(n: u64, longest: i64) -> Vec<i64> {
+    let mut state = 1u64;
+    let mut uniform = || {
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (state >> 33) as f64 / (1u64 << 31) as f64
+    };
+    // Nearly lognormal: the sum of twelve uniform numbers, less 6, is nearly normal.
+    let normal = |uniform: &mut dyn FnMut() -> f64| (0..12).map(|_| uniform()).sum::<f64>() - 6.0;
+    (0..n).map(|_| ((2048.0 * normal(&mut uniform).exp()) as i64).clamp(1, longest)).collect()
+}
+
+/// What no schedule of rounds of `dp_size` micro-batches of at most `cap` tokens can be below, under the attention cost.
+///
+/// A round whose longest sample is x costs at least c(x). Of samples over half the cap a micro-batch holds one, so round j
+/// has at least the cost of the `j * dp_size + 1`-th longest while that is over the half. A micro-batch whose longest is x
+/// holds at most c(x) + c(cap - x), or cap tokens at the price of x where x is under the half. What these rounds cannot
+/// hold is spread evenly over the ranks at best.
+fn lockstep_bound(lengths: &[i64], dp_size: usize, cap: i64) -> f64 {
+    let cost = |n: i64| CostModel::ATTENTION.cost(n) as f64;
+    let most = |n: i64| if 2 * n >= cap { cost(n) + cost(cap - n) } else { cost(n) / n as f64 * cap as f64 };
+    let order = longest_first(lengths);
+    let all: f64 = lengths.iter().map(|n| cost(*n)).sum();
+    let (mut leads, mut held, mut bound) = (0.0, 0.0, all / dp_size as f64);
+    for (j, round) in order.chunks(dp_size).enumerate() {
+        if j > 0 && 2 * lengths[round[0]] <= cap {
+            break;
+        }
+        let lead = cost(lengths[round[0]]);
+        leads += lead;
+        held += round.iter().map(|s| most(lengths[*s]).min(lead)).sum::<f64>();
+        bound = f64::max(bound, leads + (all - held) / dp_size as f64);
+    }
+    bound
+}
+
+#[test]
+fn nobody_waits_longer_than_the_longest_samples_make_them() {
+    for (n, dp_size) in [(1024, 8), (4096, 32)] {
+        let lengths = skewed(n, 32_768);
+        let costs: Vec<Cost> = lengths.iter().map(|s| CostModel::ATTENTION.cost(*s)).collect();
+        let even = costs.iter().sum::<Cost>() as f64 / dp_size as f64;
+        let load = |m: &Vec<usize>| m.iter().map(|i| costs[*i] as f64).sum::<f64>();
+
+        let shape = Shape { sync: Sync::MicroBatch, ..tokens(32_768, dp_size) };
+        let schedule = checked(&lengths, &costs, &shape);
+        let per_rank = schedule.len() / dp_size;
+        let heaviest = |k: usize| schedule[k..].iter().step_by(per_rank).map(load).fold(0.0, f64::max);
+        let waited: f64 = (0..per_rank).map(heaviest).sum();
+        let bound = lockstep_bound(&lengths, dp_size, 32_768);
+        assert!(waited >= bound * (1.0 - 1e-9), "the bound is wrong");
+        assert!(waited <= bound * 1.003, "{} is over {}", waited / even, bound / even);
+
+        let schedule = checked(&lengths, &costs, &Shape { sync: Sync::Step, ..shape });
+        let ranks = schedule.chunks(schedule.len() / dp_size).map(|rank| rank.iter().map(load).sum::<f64>());
+        let slowest = ranks.fold(0.0, f64::max);
+        assert!(slowest <= even * 1.0005, "{}", slowest / even);
+    }
+}
+
+/// A schedule in which every sample is placed once, under the cap, in as few micro-batches as best fit needs.
+fn checked(lengths: &[i64], costs: &[Cost], shape: &Shape) -> Vec<Vec<usize>> {
+    let Limit::Tokens(cap) = shape.limit else { panic!("no cap") };
+    let schedule = schedule(0, lengths, costs, shape).unwrap();
+    let mut placed = schedule.concat();
+    placed.sort_unstable();
+    assert_eq!(placed, (0..lengths.len()).collect::<Vec<_>>());
+    assert!(schedule.iter().all(|m| !m.is_empty() && m.iter().map(|i| lengths[*i]).sum::<i64>() <= cap));
+    let needed = best_fit_decreasing(lengths, cap).len();
+    assert!(schedule.len() <= needed.next_multiple_of(shape.dp_size));
+    schedule
+}
+
+#[test]
 fn names_of_sync() {
     assert_eq!(Sync::parse("step"), Ok(Sync::Step));
     assert_eq!(Sync::parse("micro_batch"), Ok(Sync::MicroBatch));
@@ -231,12 +328,12 @@ proptest! {
                 }
             }
         }
-        // Any two bins hold more than one could, so there are fewer than twice as many as the sum needs, and one.
+        // No more of them than best fit needs.
         let needed = match limit {
             Limit::Samples(most) => lengths.len().div_ceil(most),
             Limit::Tokens(cap) => {
-                let fitting: i64 = lengths.iter().filter(|n| **n <= cap).sum();
-                lengths.iter().filter(|n| **n > cap).count() + (2 * fitting / cap) as usize + 1
+                let (fitting, alone): (Vec<i64>, Vec<i64>) = lengths.iter().partition(|n| **n <= cap);
+                best_fit_decreasing(&fitting, cap).len() + alone.len()
             }
         };
         prop_assert!(first.len() <= needed.div_ceil(dp_size).next_multiple_of(multiple) * dp_size);
