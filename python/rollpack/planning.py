@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -297,7 +298,9 @@ def plan(
 
     Args:
         data_or_summary: rollouts, as :func:`rollpack.summarize` takes them, or a :class:`rollpack.Summary`.
-        loss_aggregation: ``sample_mean``, ``prompt_mean``, ``token_mean`` or ``constant``; see the README's table.
+        loss_aggregation: ``sample_mean``, ``prompt_mean``, ``token_mean`` or ``constant``; see the README's table. Or
+            ``token_mean_legacy``, SkyRL's old token mean, for doing an old run again: the mean over the micro-batches of
+            all ranks, those with a trained token, of each one's own token mean. It depends on the cut, and warns of it.
         divisor: L of ``constant``, finite and above 0; for no other mode.
         empty: whether a rollout or group without a trained token counts in the mean (``count``) or not (``skip``).
         max_tokens_per_gpu: a micro-batch has at most ``max_tokens_per_gpu * cp_size`` tokens, padding included.
@@ -362,6 +365,8 @@ def plan(
     else:
         groups = loss_aggregation == "prompt_mean" or prompts_per_step is not None
         summary = summarize(data_or_summary, groups=groups, columns=columns, rollout_key=rollout_key)
+    if loss_aggregation == "token_mean_legacy":
+        _warn_of_legacy()
     planned = _core.plan(summary._batch, summary.rollout_key, summary.groups, options)
     return Plan(
         steps=tuple(Step(*step) for step in planned.steps),
@@ -374,6 +379,16 @@ def plan(
         fill=planned.fill,
         imbalance=planned.imbalance,
         _placements=planned.placements,
+    )
+
+
+@cache
+def _warn_of_legacy() -> None:
+    """Once: it is said in every step otherwise."""
+    warnings.warn(
+        "token_mean_legacy is a mean of micro-batch means: loss and gradient change with the budget, dp_size and the order "
+        "of samples. Use token_mean, unless an old run is to be done again",
+        stacklevel=3,
     )
 
 

@@ -60,6 +60,8 @@ class StepMasks:
         """The mask [T] of this rank, and the sample weights [S] of ``mode``."""
         if (micro_batch.plan_id, micro_batch.step) != self._step:
             raise PlanError("the masks that were set are of another step: call reducer.set_masks(...) for each step")
+        if mode == "token_mean_legacy":
+            raise PlanError("token_mean_legacy knows no current denominators: use LossReducer(denominators='original')")
         at = host_array(micro_batch.rollout_indices)
         prompts = self._prompt_sums
         weights = sample_weights(

@@ -1,5 +1,6 @@
 //! Summary in, schedule out: steps, micro-batches, and the weight of every sample. Integers, but for the weights.
 
+use std::iter::repeat_n;
 use std::sync::Arc;
 
 use arrow_array::{ArrayRef, Float64Array, Int64Array, RecordBatch};
@@ -265,15 +266,24 @@ impl Plan {
             column.extend(groups.clone().map(|group| sums.groups[group]));
             index.extend(groups.map(|group| group as i64));
         }
+        let of_micro_batches: Vec<i64> =
+            micro_batches.iter().map(|m| m.iter().map(|i| summary.mask_sum[samples[*i]]).sum()).collect();
+        let micro_batch_mask_sums: Vec<i64> = micro_batches
+            .iter()
+            .zip(&of_micro_batches)
+            .flat_map(|(m, sum)| repeat_n(*sum, m.len()))
+            .collect();
         self.sample_weight.extend(sample_weights(
             options.mode,
             self.row.len() - first,
             Some(&self.rollout_mask_sum[first..]),
             self.prompt_mask_sum.as_deref().map(|sums| &sums[first..]),
+            Some(&micro_batch_mask_sums),
             &Totals {
                 num_rollouts: Some(step.num_rollouts),
                 num_prompts: step.num_prompts,
                 num_tokens: Some(step.num_tokens),
+                num_micro_batches: Some(of_micro_batches.iter().filter(|sum| **sum > 0).count() as i64),
                 divisor: options.divisor,
             },
         )?);

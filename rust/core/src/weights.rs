@@ -11,14 +11,18 @@ pub enum Mode {
     PromptMean,
     TokenMean,
     Constant,
+    /// A mean over micro-batches of each one's token mean: it depends on how the batch was cut, and is here so that old
+    /// runs can be done again.
+    TokenMeanLegacy,
 }
 
 impl Mode {
-    pub const NAMES: [(&'static str, Self); 4] = [
+    pub const NAMES: [(&'static str, Self); 5] = [
         ("sample_mean", Self::SampleMean),
         ("prompt_mean", Self::PromptMean),
         ("token_mean", Self::TokenMean),
         ("constant", Self::Constant),
+        ("token_mean_legacy", Self::TokenMeanLegacy),
     ];
 
     pub fn parse(name: &str) -> Result<Self> {
@@ -54,6 +58,8 @@ pub struct Totals {
     pub num_rollouts: Option<i64>,
     pub num_prompts: Option<i64>,
     pub num_tokens: Option<i64>,
+    /// Those with a trained token, of all ranks.
+    pub num_micro_batches: Option<i64>,
     pub divisor: Option<f64>,
 }
 
@@ -63,6 +69,7 @@ pub fn sample_weights(
     num_samples: usize,
     rollout_mask_sums: Option<&[i64]>,
     prompt_mask_sums: Option<&[i64]>,
+    micro_batch_mask_sums: Option<&[i64]>,
     totals: &Totals,
 ) -> Result<Vec<f64>> {
     mode.check_divisor(totals.divisor)?;
@@ -80,6 +87,10 @@ pub fn sample_weights(
             let rollouts = count("num_rollouts", totals.num_rollouts)?;
             Ok(vec![inverse(rollouts * totals.divisor.unwrap_or(f64::NAN)); num_samples])
         }
+        Mode::TokenMeanLegacy => means(
+            count("num_micro_batches", totals.num_micro_batches)?,
+            sums("micro_batch_mask_sums", micro_batch_mask_sums, num_samples)?,
+        ),
     }
 }
 
@@ -106,10 +117,12 @@ fn count(name: &str, value: Option<i64>) -> Result<f64> {
 fn missing<T>(name: &str) -> Result<T> {
     plan_error!(
         "this loss_aggregation needs {name}{}",
-        if name.contains("prompt") {
-            ", which a plan has where groups were read: plan with loss_aggregation='prompt_mean'"
-        } else {
-            ""
+        match name {
+            _ if name.contains("prompt") =>
+                ", which a plan has where groups were read: plan with loss_aggregation='prompt_mean'",
+            _ if name.contains("micro_batch") =>
+                ", which depends on the cut: plan with loss_aggregation='token_mean_legacy'",
+            _ => "",
         }
     )
 }

@@ -676,6 +676,7 @@ impl Case {
             Mode::PromptMean => units(&group) * tokens(&|r| group(r) == group(row)) as f64,
             Mode::TokenMean => tokens(&|_| true) as f64,
             Mode::Constant => units(&rollout) * self.options.divisor.unwrap(),
+            Mode::TokenMeanLegacy => unreachable!("it depends on the cut"),
         };
         if denominator == 0.0 { 0.0 } else { 1.0 / denominator }
     }

@@ -12,7 +12,7 @@ fn totals(rollouts: i64, prompts: i64, tokens: i64) -> Totals {
         num_rollouts: Some(rollouts),
         num_prompts: Some(prompts),
         num_tokens: Some(tokens),
-        divisor: None,
+        ..Totals::default()
     }
 }
 
@@ -29,7 +29,8 @@ impl Example {
     fn weights(&self, mode: Mode) -> Vec<f64> {
         let divisor = (mode == Mode::Constant).then_some(self.divisor);
         let totals = Totals { divisor, ..self.totals };
-        sample_weights(mode, self.losses.len(), Some(self.rollouts), Some(self.prompts), &totals).unwrap()
+        sample_weights(mode, self.losses.len(), Some(self.rollouts), Some(self.prompts), None, &totals)
+            .unwrap()
     }
 
     #[track_caller]
@@ -107,12 +108,13 @@ fn all_four_modes_apart() {
 #[test]
 fn what_has_no_trained_token_weighs_nothing() {
     let sums = [0, 2, 0];
-    let weigh = |mode, totals| sample_weights(mode, 3, Some(&sums), Some(&sums), &totals).unwrap();
+    let weigh = |mode, totals| sample_weights(mode, 3, Some(&sums), Some(&sums), None, &totals).unwrap();
     assert_eq!(weigh(Mode::SampleMean, totals(3, 3, 2)), [0.0, 1.0 / 6.0, 0.0]);
     assert_eq!(weigh(Mode::PromptMean, totals(2, 1, 2)), [0.0, 1.0 / 2.0, 0.0]);
 
     let none = |mode, divisor| {
-        sample_weights(mode, 2, Some(&[0, 0]), Some(&[0, 0]), &Totals { divisor, ..totals(0, 0, 0) }).unwrap()
+        sample_weights(mode, 2, Some(&[0, 0]), Some(&[0, 0]), None, &Totals { divisor, ..totals(0, 0, 0) })
+            .unwrap()
     };
     assert_eq!(none(Mode::SampleMean, None), [0.0, 0.0]);
     assert_eq!(none(Mode::PromptMean, None), [0.0, 0.0]);
@@ -122,8 +124,8 @@ fn what_has_no_trained_token_weighs_nothing() {
 
 #[test]
 fn no_samples_have_no_weights() {
-    assert!(sample_weights(Mode::SampleMean, 0, Some(&[]), None, &totals(1, 1, 1)).unwrap().is_empty());
-    assert!(sample_weights(Mode::TokenMean, 0, None, None, &totals(1, 1, 1)).unwrap().is_empty());
+    assert!(sample_weights(Mode::SampleMean, 0, Some(&[]), None, None, &totals(1, 1, 1)).unwrap().is_empty());
+    assert!(sample_weights(Mode::TokenMean, 0, None, None, None, &totals(1, 1, 1)).unwrap().is_empty());
 }
 
 #[test]
@@ -131,13 +133,13 @@ fn constant_needs_a_finite_positive_divisor() {
     for divisor in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, -0.0, -1.0] {
         let totals = Totals { divisor: Some(divisor), ..totals(1, 1, 1) };
         plan_error(
-            sample_weights(Mode::Constant, 1, None, None, &totals),
+            sample_weights(Mode::Constant, 1, None, None, None, &totals),
             &["divisor is", "finite", "above 0"],
         );
         plan_error(Mode::Constant.check_divisor(Some(divisor)), &["divisor is"]);
     }
     plan_error(
-        sample_weights(Mode::Constant, 1, None, None, &totals(1, 1, 1)),
+        sample_weights(Mode::Constant, 1, None, None, None, &totals(1, 1, 1)),
         &["'constant' needs divisor="],
     );
     assert!(Mode::Constant.check_divisor(Some(1e-3)).is_ok());
@@ -148,7 +150,7 @@ fn the_other_modes_take_no_divisor() {
     for mode in [Mode::SampleMean, Mode::PromptMean, Mode::TokenMean] {
         for divisor in [1.0, f64::NAN, 0.0] {
             let totals = Totals { divisor: Some(divisor), ..totals(1, 1, 1) };
-            let weights = sample_weights(mode, 1, Some(&[1]), Some(&[1]), &totals);
+            let weights = sample_weights(mode, 1, Some(&[1]), Some(&[1]), None, &totals);
             plan_error(weights, &["divisor is", "only loss_aggregation 'constant' takes one"]);
         }
         assert!(mode.check_divisor(None).is_ok());
@@ -157,7 +159,7 @@ fn the_other_modes_take_no_divisor() {
 
 #[test]
 fn what_a_mode_needs_has_to_be_there() {
-    let weigh = |mode, rollouts, prompts, totals| sample_weights(mode, 2, rollouts, prompts, &totals);
+    let weigh = |mode, rollouts, prompts, totals| sample_weights(mode, 2, rollouts, prompts, None, &totals);
     let sums: Option<&[i64]> = Some(&[1, 1]);
     let none = Totals::default();
     plan_error(weigh(Mode::SampleMean, None, sums, totals(2, 2, 2)), &["rollout_mask_sums"]);
@@ -174,7 +176,8 @@ fn what_a_mode_needs_has_to_be_there() {
 
 #[test]
 fn counts_and_sums_that_cannot_be_are_refused() {
-    let weigh = |mode, sums: &[i64], totals: Totals| sample_weights(mode, 2, Some(sums), Some(sums), &totals);
+    let weigh =
+        |mode, sums: &[i64], totals: Totals| sample_weights(mode, 2, Some(sums), Some(sums), None, &totals);
     plan_error(
         weigh(Mode::SampleMean, &[1, -3], totals(2, 2, 2)),
         &["rollout_mask_sums holds -3", "negative"],
@@ -218,7 +221,7 @@ proptest! {
         let tokens: i64 = sums.iter().sum();
         let total = |mode| -> f64 {
             let weights =
-                sample_weights(mode, sums.len(), Some(&sums), Some(&sums), &totals(units, units, tokens)).unwrap();
+                sample_weights(mode, sums.len(), Some(&sums), Some(&sums), None, &totals(units, units, tokens)).unwrap();
             weights.iter().zip(&sums).map(|(w, m)| w * *m as f64).sum()
         };
         let share = trained as f64 / units as f64;
@@ -226,4 +229,18 @@ proptest! {
         prop_assert!((total(Mode::PromptMean) - share).abs() < 1e-12);
         prop_assert!((total(Mode::TokenMean) - f64::from(u8::from(tokens > 0))).abs() < 1e-12);
     }
+}
+
+/// Two micro-batches of two samples each, and one without a trained token: the mean of token means 4/2 and 10/5 of them.
+#[test]
+fn token_mean_legacy_is_a_mean_over_micro_batches() {
+    let sums = [2, 2, 5, 5, 0];
+    let totals = Totals { num_micro_batches: Some(2), ..Totals::default() };
+    let weigh = |sums, totals| sample_weights(Mode::TokenMeanLegacy, 5, None, None, sums, totals);
+    assert_eq!(weigh(Some(&sums[..]), &totals).unwrap(), [0.25, 0.25, 0.1, 0.1, 0.0]);
+    plan_error(
+        weigh(None, &totals),
+        &["micro_batch_mask_sums", "plan with loss_aggregation='token_mean_legacy'"],
+    );
+    plan_error(weigh(Some(&sums[..]), &Totals::default()), &["num_micro_batches", "depends on the cut"]);
 }

@@ -353,9 +353,9 @@ fn sample_weights<'py>(
 ) -> PyResult<Bound<'py, PyArray1<f64>>> {
     let rollouts = rollout_mask_sums.as_ref().map(PyReadonlyArray1::as_slice).transpose()?;
     let prompts = prompt_mask_sums.as_ref().map(PyReadonlyArray1::as_slice).transpose()?;
-    let totals = Totals { num_rollouts, num_prompts, num_tokens, divisor };
+    let totals = Totals { num_rollouts, num_prompts, num_tokens, num_micro_batches: None, divisor };
     Mode::parse(loss_aggregation)
-        .and_then(|mode| weights::sample_weights(mode, num_samples, rollouts, prompts, &totals))
+        .and_then(|mode| weights::sample_weights(mode, num_samples, rollouts, prompts, None, &totals))
         .map(|w| w.to_pyarray(py))
         .map_err(|e| raise(py, &e))
 }
