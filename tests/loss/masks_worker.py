@@ -62,6 +62,8 @@ def main(rank, store, out):
     told("other sizes", lambda: LossReducer(backend="fsdp", mesh=mesh)(torch.zeros(len(alone.tokens)), alone))
     zeros = torch.zeros(len(alone.tokens))
     told("group of other size", lambda: LossReducer(backend="ddp", mesh=dist.group.WORLD)(zeros, alone))
+    other_rank = next(rollpack.pack(table, plan, dp_rank=1 - ranks.dp_rank, cp_rank=ranks.cp_rank))
+    told("another rank", lambda: LossReducer(backend="fsdp", mesh=mesh)(torch.zeros(len(other_rank.tokens)), other_rank))
     every = [b.to("cpu") for b in rollpack.pack(table, single)]
     unclear = LossReducer(backend="none", denominators="current")
     told("other number of processes", lambda: unclear.set_masks(every, [b.loss_mask for b in every], cut=True))

@@ -74,3 +74,10 @@ def test_wrong_logits_are_told(micro_batch):
         token_logprobs(torch.zeros(1, 8, 7), micro_batch)
     with pytest.raises(rollpack.RollpackError, match="label 4 is not below the vocabulary of 4"):
         token_logprobs(torch.zeros(8, 4), micro_batch)
+
+
+def test_a_second_derivative_is_refused_and_not_left_out(micro_batch):
+    logits = torch.ones(8, 7, requires_grad=True)
+    loss = token_logprobs(logits, micro_batch).sum() + (logits**2).sum()
+    with pytest.raises(rollpack.RollpackError, match="no second derivative"):
+        torch.autograd.grad(loss, logits, create_graph=True)

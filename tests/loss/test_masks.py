@@ -67,6 +67,8 @@ def test_wrong_use_is_told():
         reducer.set_masks(steps, [m.float() for m in masks], cut=True)
     with pytest.raises(rollpack.RollpackError, match=r"masks\[0\] is torch.bool of shape .*; it has to be bool \["):
         reducer.set_masks(steps, [m[1:] for m in masks], cut=False)
+    with pytest.raises(rollpack.PlanError, match="micro-batch 0 is given twice, and would count twice"):
+        reducer.set_masks([steps[0], *steps], [masks[0], *masks], cut=True)
     reducer.set_masks(steps, masks, cut=True)
     with pytest.raises(rollpack.PlanError, match="masks go into reducer.set_masks"):
         reducer(steps[0].columns["loss"], steps[0], loss_mask=masks[0])
@@ -123,6 +125,7 @@ def test_a_mesh_or_group_that_does_not_fit_is_told(ranks):
         "group without cp": "2 ranks, which are the plan's dp ranks without its cp_size 2: gradients have to be averaged",
         "other sizes": "dp 2 x cp 2, and the plan is for dp 1 x cp 1",
         "group of other size": "the process group has 4 ranks, and the plan is for dp 1 x cp 1",
+        "another rank": r"this process is dp_rank (\d), cp_rank \d of the mesh, and .* packed for dp_rank (?!\1)",
         "other number of processes": "the plan is for 1 dp x cp ranks, and 4 processes run",
     }
     for found in ranks:

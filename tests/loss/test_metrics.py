@@ -182,8 +182,8 @@ def test_real_processes(world, tmp_path):
     assert list(logged) == [f"{world // c}x{c}" for c in (1, 2, 4) if c <= world]
     for values in logged.values():
         assert values == pytest.approx(EXPECTED, rel=1e-14)
-    full = 4 + 2 * len(DECLARED)
-    assert ranks[0]["calls"] == [full, full] * len(logged) + [6, full]  # one for each call of log()
+    full = 5 + 2 * len(DECLARED)
+    assert ranks[0]["calls"] == [full, full] * len(logged) + [7, full]  # one for each call of log()
 
 
 def batch(**arguments):
@@ -339,3 +339,38 @@ def test_sums_are_float64():
     x[np.flatnonzero(micro_batch.loss_mask)[0]] = 2.0**30
     metrics.add(micro_batch, {"x": x})
     assert metrics.log() == {"x": 2.0**30 + 8}
+
+
+def test_two_processes_that_packed_for_the_same_rank_are_told(monkeypatch):
+    """Ranks that are not passed to pack are 0 on every process: half of the data would never be logged, or trained."""
+    table = EXAMPLES["four_samples"].table()
+    plan = rollpack.plan(table, micro_batch_size=2, dp_size=2)
+
+    def packed_for(dp_rank):
+        metrics = Metrics({"loss": "sample_mean"})
+        for packed in rollpack.pack(table, plan, dp_rank=dp_rank):
+            metrics.add(packed, {"loss": torch.ones(len(packed.tokens))})
+        return metrics
+
+    def log(*dp_ranks):
+        rows = torch.stack([packed_for(rank)._packed() for rank in dp_ranks]).numpy()
+        monkeypatch.setattr("rollpack.torch.metrics._gather", lambda *_: rows)
+        return packed_for(dp_ranks[0]).log()
+
+    assert log(0, 1) == {"loss": pytest.approx(1.0)}
+    with pytest.raises(rollpack.PlanError, match="same dp_rank and cp_rank: pass each process's own to pack"):
+        log(0, 0)
+
+
+@pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.int64(2), True, np.bool_(True)])
+def test_a_number_may_be_of_any_kind(value):
+    metrics = Metrics({"a": "none"})
+    metrics.add(batch(), {"a": value})
+    assert metrics.log() == {"a": float(value)}
+
+
+@pytest.mark.parametrize("value", [None, "2", [2.0], np.ones(3)])
+def test_what_is_no_number_is_told(value):
+    metrics = Metrics({"a": "none"})
+    with pytest.raises(TypeError, match=r"metric 'a' is a \w+; it has to be a tensor or a number"):
+        metrics.add(batch(), {"a": value})

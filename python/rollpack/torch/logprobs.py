@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from rollpack._errors import RollpackError
 from rollpack.packing import MicroBatch
@@ -29,7 +28,8 @@ def token_logprobs(logits: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.
         [T], float64 for float64 logits, else float32 (sums over the vocabulary are float32 for half precision).
 
     Raises:
-        RollpackError: the logits have another shape, or a label is not below V.
+        RollpackError: the logits have another shape, or a label is not below V. In backward: a second derivative is asked
+            for (``create_graph=True``).
     """
     labels = torch.as_tensor(micro_batch.labels, device=logits.device).to(torch.int64)
     if logits.ndim != 2 or len(logits) != len(labels):
@@ -60,8 +60,10 @@ class _TokenLogprobs(torch.autograd.Function):
         return torch.where(trained, chosen - normalisers, 0)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        # What follows is not differentiable. ``once_differentiable`` would say so only where ``grad`` needs a gradient.
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RollpackError("token_logprobs has no second derivative; gather from logits.log_softmax(-1) instead")
         logits, index, trained, normalisers = ctx.saved_tensors
         result = torch.empty_like(logits)
         for part in _chunks(logits):

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rollpack._errors import PlanError
+from rollpack.packing import MicroBatch
 
 Mesh = DeviceMesh | torch.distributed.ProcessGroup
 
@@ -69,14 +71,15 @@ def reducing_groups(mesh: Mesh | None, size: int) -> list[torch.distributed.Proc
     return [None] if running else []
 
 
-def check_sizes(mesh: Mesh | None, dp_size: int, cp_size: int) -> None:
-    """Compare what a plan was made for with the ranks that there are.
+def check_ranks(mesh: Mesh | None, micro_batch: MicroBatch[Any]) -> None:
+    """Compare what a micro-batch was planned and packed for with the ranks that there are, and this process's among them.
 
     Raises:
         PlanError: they differ, or the group that gradients are averaged over is without cp.
     """
     if mesh is None:
         return
+    dp_size, cp_size = micro_batch.dp_size, micro_batch.cp_size
     if isinstance(mesh, torch.distributed.ProcessGroup):
         size = torch.distributed.get_world_size(mesh)
         if size == dp_size and cp_size > 1:
@@ -87,10 +90,20 @@ def check_sizes(mesh: Mesh | None, dp_size: int, cp_size: int) -> None:
         if size != dp_size * cp_size:
             raise PlanError(f"the process group has {size} ranks, and the plan is for dp {dp_size} x cp {cp_size}")
         return
-    ranks = ranks_of(mesh)
+    ranks = _known_ranks(mesh)
     if (ranks.dp_size, ranks.cp_size) != (dp_size, cp_size):
         without = ": gradients have to be averaged over the dp x cp group, so give the mesh a 'cp' dimension"
         raise PlanError(
             f"the mesh has dp {ranks.dp_size} x cp {ranks.cp_size}, and the plan is for dp {dp_size} x cp {cp_size}"
             + (without if not _context_dimension(mesh) and cp_size > 1 else "")
         )
+    if (ranks.dp_rank, ranks.cp_rank) != (micro_batch.dp_rank, micro_batch.cp_rank):
+        raise PlanError(
+            f"this process is dp_rank {ranks.dp_rank}, cp_rank {ranks.cp_rank} of the mesh, and the micro-batch was packed "
+            f"for dp_rank {micro_batch.dp_rank}, cp_rank {micro_batch.cp_rank}: pass this process's ranks to pack"
+        )
+
+
+@lru_cache(maxsize=16)
+def _known_ranks(mesh: DeviceMesh) -> Ranks:
+    return ranks_of(mesh)

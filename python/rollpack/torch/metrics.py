@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import zlib
 from collections import Counter
 from collections.abc import Mapping
@@ -120,7 +121,10 @@ class Metrics:
         if name not in self._normalisers:
             raise RollpackError(f"metric {name!r} was not declared; those that were are {sorted(self._normalisers)}")
         normaliser = self._normalisers[name]
-        value = torch.full((), value, device=mask.device) if isinstance(value, int | float) else value
+        if isinstance(value, numbers.Real | np.bool_):  # numpy's numbers too
+            value = torch.tensor(float(value), dtype=torch.float64, device=mask.device)
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(f"metric {name!r} is a {type(value).__name__}; it has to be a tensor or a number")
         if value.is_complex() or value.shape not in {(), mask.shape}:
             raise RollpackError(
                 f"metric {name!r} is {value.dtype} of shape {list(value.shape)}; it has to be real, and of shape "
@@ -157,7 +161,7 @@ class Metrics:
     def log(self, *, group: torch.distributed.ProcessGroup | None = None) -> dict[str, float]:
         """What was added since the last log, over all ranks, as a flat dict. Then a new log begins.
 
-        It makes one collective, an all-gather of one float64 tensor of 4 + 2 numbers a name (sums, extremes and counts
+        It makes one collective, an all-gather of one float64 tensor of 5 + 2 numbers a name (sums, extremes and counts
         travel together), and adds up in the order of ranks, so every rank has the same bits.
 
         Args:
@@ -167,10 +171,11 @@ class Metrics:
             A float per name, in the order of declaration.
 
         Raises:
-            PlanError: the group is not that of the dp x cp ranks, or ranks declared different metrics. Every rank raises.
+            PlanError: the group is not that of the dp x cp ranks, ranks declared different metrics, or two processes packed
+                for the same rank. Every rank raises.
         """
         gathered = _gather(self._packed(), group)
-        digests, steps, ranks, sizes = gathered[:, :4].T
+        digests, steps, ranks, sizes, places = gathered[:, :_HEADER].T
         if (digests != digests[0]).any():
             raise PlanError("ranks declared different metrics; names and normalisers have to be the same on all of them")
         size, seen = int(sizes.max()), int(ranks.sum())
@@ -179,9 +184,14 @@ class Metrics:
                 f"the plan is for {size} dp x cp ranks, and the {len(gathered)} processes that were gathered added "
                 f"micro-batches of {seen}: pass the process group of the dp x cp ranks, log(group=...)"
             )
+        known = places[places >= 0]
+        if len(np.unique(known)) < len(known):
+            raise PlanError(
+                "several processes added micro-batches of the same dp_rank and cp_rank: pass each process's own to pack"
+            )
         # Every rank runs every step, so any that added something at all has counted them all.
         num_steps = max(int(steps.max()), 1)
-        values, tokens = np.split(gathered[:, 4:], 2, axis=1)
+        values, tokens = np.split(gathered[:, _HEADER:], 2, axis=1)
         logged = {
             name: _normalised(self._normalisers[name], values[:, i], float(tokens[:, i].sum()), num_steps)
             for i, name in enumerate(sorted(self._normalisers))
@@ -190,9 +200,11 @@ class Metrics:
         return {name: value for name in self._normalisers if (value := logged[name]) is not None}
 
     def _packed(self) -> torch.Tensor:
-        """[4 + 2 names] float64: a digest of the declaration, the steps, the ranks of this process, D·C; values, counts."""
+        """[5 + 2 names] float64: see :data:`_HEADER`; then values and counts."""
         declared = sorted(self._normalisers.items())
-        header = [zlib.crc32(repr(declared).encode()), sum(self._passes.values()), len(self._ranks), self._size]
+        place = next(iter(self._ranks)) if len(self._ranks) == 1 and self._size > 1 else None
+        at = -1 if place is None else place[0] * self._size + place[1]
+        header = [zlib.crc32(repr(declared).encode()), sum(self._passes.values()), len(self._ranks), self._size, at]
         device = next((v.device for v in self._values.values()), torch.device("cpu"))
         zero = torch.zeros((), dtype=torch.float64, device=device)
         values = [
@@ -201,6 +213,10 @@ class Metrics:
         ]
         tokens = [self._tokens.get(name, zero).to(device) for name, _ in declared]
         return torch.cat([torch.tensor(header, dtype=torch.float64, device=device), *(v[None] for v in values + tokens)])
+
+
+#: A digest of the declaration, the steps, how many ranks this process was, D·C, and which rank if it was one of several.
+_HEADER = 5
 
 
 class _Weights:

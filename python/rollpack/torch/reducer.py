@@ -14,7 +14,7 @@ from rollpack.packing import MicroBatch
 from rollpack.torch.backends import BACKENDS, gradient_factor
 from rollpack.torch.batches import as_tensor
 from rollpack.torch.masks import StepMasks, check_mask
-from rollpack.torch.mesh import Mesh, check_sizes
+from rollpack.torch.mesh import Mesh, check_ranks
 from rollpack.torch.weights import accumulation_dtype, mode_weights, token_weights, weighted_sum
 
 
@@ -162,7 +162,9 @@ class LossReducer:
             raise PlanError("set_masks is for LossReducer(denominators='current'); loss_mask= keeps the original ones")
         seen = _Seen()
         for micro_batch in micro_batches:
-            check_sizes(self.mesh, micro_batch.dp_size, micro_batch.cp_size)
+            check_ranks(self.mesh, micro_batch)
+            if micro_batch.index in seen.indices:
+                raise PlanError(f"micro-batch {micro_batch.index} is given twice, and would count twice in denominators")
             seen.add(micro_batch)
         seen.finish()
         self._weights.clear()
@@ -197,7 +199,7 @@ class LossReducer:
         loss_aggregation: str | None,
         loss_mask: torch.Tensor | None,
     ) -> torch.Tensor:
-        check_sizes(self.mesh, micro_batch.dp_size, micro_batch.cp_size)
+        check_ranks(self.mesh, micro_batch)
         positions = len(micro_batch.tokens)
         if token_loss.shape != (positions,):
             raise RollpackError(
@@ -215,12 +217,15 @@ class LossReducer:
 
     def _token_weights(self, token_loss: torch.Tensor, micro_batch: MicroBatch[Any], mode: str) -> torch.Tensor:
         device, dtype = token_loss.device, accumulation_dtype(token_loss)
-        if torch.compiler.is_compiling():  # a graph has no place for a cache
+        made_of = micro_batch.loss_mask, micro_batch.sample_weights
+        # A graph has no place for a cache, and of an array nobody can tell whether it was changed in place.
+        if torch.compiler.is_compiling() or not all(_counts_changes(tensor) for tensor in made_of):
             return self._make_weights(micro_batch, mode, device, dtype)
         known = self._weights.setdefault(micro_batch, {})
-        if (mode, device, dtype) not in known:
-            known[mode, device, dtype] = self._make_weights(micro_batch, mode, device, dtype)
-        return known[mode, device, dtype]
+        key = mode, device, dtype, *(tensor._version for tensor in made_of)
+        if key not in known:
+            known[key] = self._make_weights(micro_batch, mode, device, dtype)
+        return known[key]
 
     def _make_weights(
         self, micro_batch: MicroBatch[Any], mode: str, device: torch.device, dtype: torch.dtype
@@ -237,13 +242,17 @@ class LossReducer:
         return token_weights(as_tensor(mask, device), segment_ids, scaled)
 
 
+def _counts_changes(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not value.is_inference()
+
+
 class _Seen:
     """The micro-batches of one step that went by."""
 
     def __init__(self) -> None:
         self._first: MicroBatch[Any] | None = None
         self._last = -1
-        self._indices: set[int] = set()
+        self.indices: set[int] = set()
 
     def add(self, micro_batch: MicroBatch[Any]) -> None:
         first = self._first = self._first or micro_batch
@@ -251,15 +260,15 @@ class _Seen:
             here, there = getattr(first, name), getattr(micro_batch, name)
             if here != there:
                 raise PlanError(f"this micro-batch has {name} {there}, and the step under way is of {name} {here}")
-        if micro_batch.index in self._indices and micro_batch.index != self._last:
+        if micro_batch.index in self.indices and micro_batch.index != self._last:
             raise PlanError(f"micro-batch {micro_batch.index} comes a second time in this step")
         self._last = micro_batch.index
-        self._indices.add(micro_batch.index)
+        self.indices.add(micro_batch.index)
 
     def finish(self) -> None:
         if self._first is None:
             raise PlanError("the step ended without a micro-batch")
-        missing = sorted(set(range(self._first.num_micro_batches)) - self._indices)
+        missing = sorted(set(range(self._first.num_micro_batches)) - self.indices)
         if missing:
             raise PlanError(
                 f"step {self._first.step} has {self._first.num_micro_batches} micro-batches on this rank, and "

@@ -24,7 +24,7 @@ def token_weights(loss_mask: torch.Tensor, segment_ids: torch.Tensor, sample_wei
         [T], dtype and device of ``sample_weights``.
     """
     for name, tensor in (("loss_mask", loss_mask), ("segment_ids", segment_ids), ("sample_weights", sample_weights)):
-        _one_dimension(name, tensor)
+        one_dimension(name, tensor)
     if loss_mask.dtype != torch.bool:
         raise RollpackError(f"loss_mask is {loss_mask.dtype}; it has to be bool")
     if loss_mask.shape != segment_ids.shape:
@@ -52,7 +52,7 @@ def weighted_sum(token_loss: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
     dtype = accumulation_dtype(token_loss)
     values, weights = token_loss.to(dtype), weights.to(dtype)
     if values.device.type == "cpu" and not weights.requires_grad and not torch.compiler.is_compiling():
-        total: torch.Tensor = _TestedDot.apply(values, weights)
+        total: torch.Tensor = _TestedSum.apply(values, weights)
         return total
     # On a device a test of the result would wait for it, and under compile it would break the graph.
     return (values.masked_fill(weights == 0, 0) * weights).sum()
@@ -101,15 +101,19 @@ def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-class _TestedDot(torch.autograd.Function):
-    """A dot product that selects only where its result is not finite, which is where selecting makes a difference."""
+class _TestedSum(torch.autograd.Function):
+    """A weighted sum that selects only where its result is not finite, which is where selecting makes a difference.
+
+    Not a dot product: that adds up one number after the other, and in float32 losses that are all alike, as GRPO's are at a
+    ratio of 1, would be off by one in ten thousand. ``sum`` adds in pairs.
+    """
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(weights)
-        total = torch.dot(values, weights)
+        total = (values * weights).sum()
         if not math.isfinite(total.item()):
-            total = torch.dot(values.masked_fill(weights == 0, 0), weights)
+            total = (values.masked_fill(weights == 0, 0) * weights).sum()
         return total
 
     @staticmethod
@@ -126,15 +130,16 @@ def _scaled(name: str, values: torch.Tensor, weights: torch.Tensor) -> torch.Ten
 
 
 def _check(name: str, values: torch.Tensor, weights: torch.Tensor) -> None:
-    _one_dimension(name, values)
-    _one_dimension("weights", weights)
+    one_dimension(name, values)
+    one_dimension("weights", weights)
     if not values.is_floating_point():
         raise RollpackError(f"{name} is {values.dtype}; it has to be floating")
     if values.shape != weights.shape:
         raise RollpackError(f"{name} has {len(values)} positions and the weights {len(weights)}")
 
 
-def _one_dimension(name: str, tensor: Any) -> None:
+def one_dimension(name: str, tensor: Any) -> None:
+    """Refuses what is no tensor of one dimension."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}; it has to be a torch tensor")
     if tensor.ndim != 1:
