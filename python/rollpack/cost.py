@@ -28,6 +28,8 @@ def cost_model(cost: str | CostModel) -> CostModel:
         if cost not in NAMED:
             raise PlanError(f"cost is {cost!r}; it has to be {', '.join(NAMED)} or a CostModel")
         return NAMED[cost]
+    if not isinstance(cost, tuple) or len(cost) != len(CostModel._fields):
+        raise PlanError(f"cost is {cost!r}; it has to be {', '.join(NAMED)} or a CostModel")
     linear, quadratic = (integer(name, value) for name, value in zip(CostModel._fields, CostModel(*cost), strict=True))
     for name, value in (("linear", linear), ("quadratic", quadratic)):
         if value < 0:

@@ -95,8 +95,11 @@ def read_packed(path: str | os.PathLike[str]) -> Iterator[MicroBatch[npt.NDArray
     """
     try:
         reader = pa.ipc.open_file(pa.memory_map(os.fspath(path)))
-        plan = Plan.from_bytes(base64.b64decode((reader.schema.metadata or {})[_METADATA]))
-    except (pa.ArrowException, OSError, KeyError, ValueError) as error:
+        described = (reader.schema.metadata or {}).get(_METADATA)
+        if described is None:
+            raise DataError("rollpack did not write this file")
+        plan = Plan.from_bytes(base64.b64decode(described))
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{os.fspath(path)}: these are no packed micro-batches: {error}") from error
     return (_from_record(reader.get_batch(i), plan) for i in range(reader.num_record_batches))
 

@@ -135,7 +135,8 @@ def pack(
 
     Raises:
         PlanError: no such step or rank, or no step given where there are several.
-        DataError: a row is not what was planned, or a value cannot be packed.
+        DataError: a row is not what was planned (the number of rows, and each one's lengths and mask sum, are compared: a
+            shuffle of rows that are alike in these is not seen), or a value cannot be packed.
         SchemaError: a column is missing or has a type that cannot be read.
     """
     step = plan._only_step() if step is None else step

@@ -246,7 +246,7 @@ class Plan:
 
     @staticmethod
     def _check(name: str, value: int, size: int) -> None:
-        if not 0 <= value < size:
+        if not 0 <= integer(name, value) < size:
             raise PlanError(f"{name} is {value}, and this plan has {size}, counted from 0")
 
     def _only_step(self) -> int:

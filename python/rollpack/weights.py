@@ -48,11 +48,13 @@ def sample_weights(
     """
     rollouts, prompts = _int64("rollout_mask_sums", rollout_mask_sums), _int64("prompt_mask_sums", prompt_mask_sums)
     given = rollouts if rollouts is not None else prompts
+    number = 0 if given is None else len(given)
+    weights = _core.sample_weights(
+        loss_aggregation, number, rollouts, prompts, num_rollouts, num_prompts, num_tokens, divisor
+    )
     if given is None:
         raise PlanError("pass rollout_mask_sums or prompt_mask_sums, which also tell how many samples there are")
-    return _core.sample_weights(
-        loss_aggregation, len(given), rollouts, prompts, num_rollouts, num_prompts, num_tokens, divisor
-    )
+    return weights
 
 
 def _int64(name: str, values: npt.ArrayLike | None) -> npt.NDArray[np.int64] | None:

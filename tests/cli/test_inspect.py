@@ -295,3 +295,17 @@ def test_shared_data(run, path):
     assert found["rollouts"] == len(table["rollout_id"].unique())
     assert found["trained_tokens"] == sum(sum(mask) for mask in table["loss_mask"].to_pylist())
     assert found["tokens"] == sum(len(tokens) for tokens in table["tokens"])
+
+
+def test_tokens_that_cannot_be_packed_are_faults(run, tmp_path):
+    rows = [{"tokens": [1, 2**32, 2], "loss_mask": [0, 1]}, {"tokens": [1, -1, -2], "loss_mask": [0, 1]}]
+    status, out, _ = run("inspect", write(tmp_path / "a.parquet", rows), "--json")
+    faults = [(f["column"], f["row"], f["message"]) for f in json.loads(out)["faults"]]
+    assert status == 1
+    assert [fault[:2] for fault in faults] == [("tokens", 0), ("tokens", 1)]
+    assert "the value at position 1 is 4294967296, and tokens have to fit an int32" in faults[0][2]
+    assert "the value at position 2 is -2, and a trained token has to be from 0" in faults[1][2]
+
+
+def test_a_file_that_is_named_twice_is_told(fails, file, tmp_path):
+    assert fails("inspect", file, tmp_path / "*") == f"{file} is named twice, and its rows would count twice"

@@ -125,3 +125,8 @@ def test_no_progress_without_tqdm(watched, file, monkeypatch):
 def test_no_torch():
     code = "import sys, rollpack.cli; rollpack.cli.main(['--version']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+
+
+@pytest.mark.parametrize("arguments", [("--seed", "-1"), ("--seed", "x"), ("--prompts", "0")])
+def test_a_demo_of_nothing_is_one_line(fails, arguments):
+    assert "is no integer of at least" in fails("demo", *arguments)

@@ -166,3 +166,10 @@ def test_spread_over_ranks(run, tmp_path):
         int(placed.filter(placed["dp_rank"].to_numpy() == rank)["total_length"].to_numpy().sum()) for rank in range(4)
     ]
     assert found["steps"][0]["tokens_per_dp_rank"] == by_rank
+
+
+def test_the_plan_does_not_take_the_place_of_the_rollouts(fails, file):
+    before = file.read_bytes()
+    message = fails("plan", file, "--micro-batch-size", 1, "-o", file)
+    assert message == f"{file} is one of the files to read; name another to save the plan in"
+    assert file.read_bytes() == before

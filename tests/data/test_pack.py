@@ -747,3 +747,17 @@ def test_groups_and_ids_are_not_read_again():
     """Packing needs lengths, masks and tokens; ids were settled by the plan."""
     plan = rollpack.plan(HAND, micro_batch_size=2, loss_aggregation="prompt_mean")
     assert only(HAND.drop_columns(["group_index"]), plan).prompt_mask_sums.tolist() == [2, 1]
+
+
+@pytest.mark.parametrize("kind", ["token_columns", "sample_columns"])
+def test_a_number_too_large_for_float32_is_no_infinity(kind):
+    value = [1.0, 1e300] if kind == "token_columns" else 1e300
+    table = pa.table({"tokens": [[1, 2, 3]], "loss_mask": [[1, 1]], "x": [value]})
+    plan = rollpack.plan(table, micro_batch_size=1)
+    with pytest.raises(rollpack.DataError, match="too large for a float32") as caught:
+        list(rollpack.pack(table, plan, **{kind: ["x"]}))
+    assert (caught.value.column, caught.value.row) == ("x", 0)
+    infinite = table.set_column(2, "x", [[[1.0, float("inf")]] if kind == "token_columns" else [float("inf")]])
+    (micro_batch,) = rollpack.pack(infinite, plan, **{kind: ["x"]})
+    carried = micro_batch.columns if kind == "token_columns" else micro_batch.sample_columns
+    assert np.isinf(carried["x"]).sum() == 1

@@ -623,3 +623,27 @@ def test_ctrl_c_in_a_reader_is_ctrl_c():
 
     with pytest.raises(KeyboardInterrupt):
         rollpack.summarize(pa.RecordBatchReader.from_batches(TABLE.schema, batches()))
+
+
+def test_an_index_that_plays_a_role_is_not_lost():
+    frame = pd.DataFrame(DATA).set_index("rollout_id")
+    with pytest.raises(rollpack.SchemaError, match=r"'rollout_id': is the index of this DataFrame; pass frame.reset_index"):
+        rollpack.summarize(frame)
+    assert pa.table(rollpack.summarize(frame.reset_index(), groups=True)).to_pydict() == SUMMARY
+
+
+def test_rows_may_hold_torch_tensors():
+    import torch
+
+    rows = [{name: torch.tensor(v) if isinstance(v, list) else v for name, v in row.items()} for row in ROWS]
+    columns = {name: [torch.tensor(v) for v in values] for name, values in DATA.items() if name in LISTS}
+    columns |= {name: torch.tensor(DATA[name]) for name in ("response_length", "rollout_id", "group_index")}
+    for data in (rows, columns):
+        assert pa.table(rollpack.summarize(data, groups=True)).to_pydict() == SUMMARY
+
+
+def test_paths_that_are_no_files_are_told():
+    with pytest.raises(rollpack.DataError, match="the path is empty"):
+        rollpack.summarize("")
+    with pytest.raises(rollpack.DataError, match=r"/dev/null is no regular file.*save it first"):
+        rollpack.summarize("/dev/null")

@@ -19,11 +19,15 @@ from rollpack._sources.parts import Batches, Part
 
 
 def paths(pattern: str) -> list[Path]:
-    """The files that a path or glob names, in sorted order."""
+    """The files that a path or glob names, in the order of their names as text: part-10 comes before part-2."""
     path = Path(pattern)
+    if not pattern:
+        raise DataError("the path is empty")
     if path.is_dir():
         raise DataError(f"{pattern} is a directory; pass its files as a glob, such as {pattern.rstrip('/')}/*.parquet")
     found = [path] if path.exists() else [Path(p) for p in sorted(glob.glob(pattern, recursive=True))]
+    if path.exists() and not path.is_file():
+        raise DataError(f"{pattern} is no regular file, and files are read more than once; save it first")
     found = [p for p in found if p.is_file()]
     if not found:
         raise DataError(f"no file is called {pattern}" if not glob.has_magic(pattern) else f"no file matches {pattern}")

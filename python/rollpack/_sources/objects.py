@@ -13,6 +13,7 @@ import pyarrow as pa
 from rollpack._errors import DataError, SchemaError
 from rollpack._sources.files import of_arrow_file, of_parquet
 from rollpack._sources.parts import Batches, Part, sound
+from rollpack._sources.request import ROLES
 
 
 def _of_table(table: pa.Table | pa.RecordBatch) -> Part:
@@ -31,6 +32,7 @@ def of_columns(names: Sequence[str], column: Callable[[str], Any], num_rows: int
         values = column(name)
         if isinstance(values, np.ndarray) and values.ndim > 1:
             values = list(values)
+        values = [_array(value) for value in values] if isinstance(values, list) else values
         try:
             return pa.array(values)
         except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
@@ -47,6 +49,14 @@ def of_columns(names: Sequence[str], column: Callable[[str], Any], num_rows: int
     return Part(stream, lambda: list(names), None if num_rows is None else lambda: [num_rows])
 
 
+def _array(value: Any) -> Any:
+    """A tensor, or what else Arrow does not know, as a numpy array."""
+    arrow = ("__arrow_c_array__", "__arrow_c_stream__", "__arrow_array__")
+    if isinstance(value, np.ndarray) or not hasattr(value, "__array__") or any(hasattr(value, name) for name in arrow):
+        return value
+    return np.asarray(value)
+
+
 def of_object(data: Any) -> Part:
     """One object of a library that is known, or that speaks the PyCapsule protocol."""
     library = type(data).__module__.partition(".")[0]
@@ -55,13 +65,16 @@ def of_object(data: Any) -> Part:
     if part is not None:
         return part
     if library == "pandas" and hasattr(data, "columns"):
+        hidden = [name for name in data.index.names if name in ROLES and name not in data.columns]
+        if hidden:
+            raise SchemaError(f"column '{hidden[0]}': is the index of this DataFrame; pass frame.reset_index()", hidden[0])
         return of_columns([name for name in data.columns if isinstance(name, str)], data.__getitem__, len(data))
     if hasattr(data, "__arrow_c_stream__"):
         return Part(lambda *_: data)
     if hasattr(data, "__arrow_c_array__"):
         return _of_table(pa.record_batch(data))
     if isinstance(data, Mapping) and all(isinstance(name, str) for name in data):
-        return of_columns(list(data), data.__getitem__)
+        return of_columns(list(data), lambda name: _array(data[name]))
     raise TypeError(
         f"{type(data).__name__} is no data that rollpack reads: pass what speaks the Arrow PyCapsule protocol (a pyarrow "
         "Table or reader, a polars or pandas DataFrame, a DuckDB result), a list of those, a Hugging Face dataset, a list "

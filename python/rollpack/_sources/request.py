@@ -49,6 +49,8 @@ class Request:
 
 
 def _names(argument: str, names: str | Sequence[str]) -> tuple[str, ...]:
+    if not isinstance(names, str | Sequence):
+        raise TypeError(f"{argument} is {names!r}; it has to be a column name or a sequence of them")
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
         if not isinstance(name, str):

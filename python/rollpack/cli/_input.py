@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import accumulate
@@ -24,6 +25,9 @@ class Input:
 
     def __init__(self, patterns: Sequence[str], progress: Callable[[int], object] | None = None) -> None:
         self.paths: list[Path] = [path for pattern in patterns for path in paths(pattern)]
+        twice = [path for path, times in Counter(path.resolve() for path in self.paths).items() if times > 1]
+        if twice:
+            raise DataError(f"{twice[0]} is named twice, and its rows would count twice")
         self._watch = Watch(progress)
         self.source = Source.of(self.paths).watched(self._watch)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from rollpack.cli._arguments import add_json
@@ -23,11 +24,22 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the command."""
     text = "verify made-up rollouts, and draw a schedule"
     parser = subparsers.add_parser("demo", help=text, description=f"{text.capitalize()}.", epilog=_EPILOG)
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="another seed makes other rollouts (default: 0)")
-    parser.add_argument("--prompts", type=int, default=12, metavar="N", help="prompt groups (default: 12)")
+    parser.add_argument(
+        "--seed", type=_count(0), default=0, metavar="N", help="another seed makes other rollouts (default: 0)"
+    )
+    parser.add_argument("--prompts", type=_count(1), default=12, metavar="N", help="prompt groups (default: 12)")
     add_cuts(parser)
     add_json(parser)
     parser.set_defaults(run=run)
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def integer(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no integer of at least {least}")
+        return int(text)
+
+    return integer
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -44,6 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     output: Path | None = arguments.output
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise UsageError(f"{output} is a directory, or lies in none; name a file to save the plan in")
+    if output is not None and output.exists() and any(output.samefile(path) for path in Input(arguments.files).paths):
+        raise UsageError(f"{output} is one of the files to read; name another to save the plan in")
     made = make(arguments)
     if output is not None:
         made.save(output)

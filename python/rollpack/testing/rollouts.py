@@ -102,6 +102,8 @@ def make_rollouts(seed: int = 0, *, prompts: int = 48, longest: int = 8192) -> p
     Returns:
         A table with ``group_index``, ``rollout_id``, ``tokens``, ``response_length``, ``loss_mask`` and ``reward``.
     """
+    if seed < 0 or prompts < 1:
+        raise RollpackError(f"seed is {seed} and prompts {prompts}; they have to be at least 0 and 1")
     if longest < 2:
         raise RollpackError(f"longest is {longest}; a sample has a prompt and a response, so at least 2 tokens")
     random = np.random.default_rng(seed)

@@ -32,7 +32,10 @@ def ranks_of(mesh: DeviceMesh) -> Ranks:
 
     Raises:
         PlanError: the mesh has no data-parallel dimension.
+        TypeError: it is no DeviceMesh.
     """
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; it has to be a DeviceMesh")
     dp_size, dp_rank = 1, 0
     for name in _data_dimensions(mesh):
         size = mesh[name].size()

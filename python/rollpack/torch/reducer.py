@@ -45,6 +45,8 @@ class LossReducer:
         own_accumulation_boundary: bool = False,
         denominators: str = "original",
     ) -> None:
+        if mesh is not None and not isinstance(mesh, Mesh):
+            raise TypeError(f"mesh is a {type(mesh).__name__}; it has to be a DeviceMesh or a process group")
         if backend is not None and backend not in BACKENDS:
             raise PlanError(f"backend is {backend!r}; it has to be one of {', '.join(BACKENDS)}")
         if denominators not in {"original", "current"}:
@@ -201,6 +203,8 @@ class LossReducer:
     ) -> torch.Tensor:
         check_ranks(self.mesh, micro_batch)
         positions = len(micro_batch.tokens)
+        if not isinstance(token_loss, torch.Tensor):
+            raise TypeError(f"token_loss is a {type(token_loss).__name__}; it has to be a torch tensor")
         if token_loss.shape != (positions,):
             raise RollpackError(
                 f"token_loss has shape {list(token_loss.shape)}, and this micro-batch has {positions} positions: one loss "

@@ -244,9 +244,10 @@ fn tensor(array: &ArrayRef) -> Option<(&ArrayRef, &ArrayRef)> {
 /// What to do about types that nobody chose.
 fn advice(found: &DataType) -> Option<&'static str> {
     match found {
-        t if t.is_floating() => {
-            Some(": pandas makes floats of integers with gaps; fill the gaps and cast the column to int64")
-        }
+        t if t.is_floating() => Some(
+            ": pandas makes floats of integers with gaps; fill the gaps and cast the column to int64 (JSON readers make \
+             them of integers beyond int64; write those as text)",
+        ),
         t if t.is_decimal() => Some(
             ": DuckDB makes decimals of sums of integers; write sum(...)::BIGINT, or cast the column to int64",
         ),

@@ -68,7 +68,8 @@ pub fn schedule(step: usize, lengths: &[i64], costs: &[Cost], shape: &Shape) -> 
     let slots = per_rank.saturating_mul(shape.dp_size);
     if slots > MAX_SLOTS {
         return plan_error!(
-            "step {step} would have {slots} micro-batches, and {MAX_SLOTS} is the most; lower dp_size"
+            "step {step} would have {slots} micro-batches, and {MAX_SLOTS} is the most; lower dp_size or \
+             micro_batch_multiple"
         );
     }
     let missing = slots.saturating_sub(lengths.len());

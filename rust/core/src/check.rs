@@ -8,7 +8,7 @@ use arrow_array::ArrowNativeTypeOp;
 use arrow_array::cast::AsArray;
 
 use crate::Error;
-use crate::arrays::{List, show, with_numbers};
+use crate::arrays::{List, show, with_integers, with_numbers};
 use crate::columns::Samples;
 
 /// Collects faults up to a limit.
@@ -115,7 +115,38 @@ impl Samples {
                 ),
             ));
         }
-        (faults.found.len() == before).then_some(Row { tokens, mask, response, mask_sum })
+        let found = Row { tokens, mask, response, mask_sum };
+        // Packing sees every token and asks then; where all faults are collected, they are looked for now.
+        if faults.limit > 1 {
+            faults.found.extend(self.token_fault(i, &found));
+        }
+        (faults.found.len() == before).then_some(found)
+    }
+
+    /// What is wrong with a token of row `i`: as int32 it would be another, or as a label be ignored without a word.
+    pub fn token_fault(&self, i: usize, row: &Row) -> Option<Error> {
+        let values = &self.tokens.values;
+        let (prompt, first) = (row.prompt(), row.tokens.start);
+        let is_trained = |at: usize| {
+            at >= prompt
+                && match (&self.loss_mask, &row.mask) {
+                    (Some(list), Some(range)) => list.is_one(range.start + at - prompt),
+                    _ => true,
+                }
+        };
+        let (at, why) = with_integers!(
+            values,
+            v => v[row.tokens.clone()].iter().enumerate().find_map(|(at, x)| match i32::try_from(*x) {
+                Err(_) => Some((at, "and tokens have to fit an int32")),
+                Ok(token) if token < 0 && is_trained(at) => {
+                    Some((at, "and a trained token has to be from 0 to 2147483647"))
+                }
+                Ok(_) => None,
+            }),
+            _ => None
+        )?;
+        let message = format!("the value at position {at} is {}, {why}", show(values, first + at));
+        Some(Error::data(&self.tokens.name, self.first_row + i as i64, message))
     }
 
     pub(crate) fn response_name(&self) -> &str {
@@ -181,12 +212,17 @@ impl Samples {
 
     fn first_is_trained(&self, mask: Option<&Range<usize>>) -> bool {
         match (&self.loss_mask, mask) {
-            (Some(list), Some(range)) => {
-                let values = &list.values;
-                with_numbers!(values, v => is_one(v[range.start]), b => b.value(range.start))
-            }
+            (Some(list), Some(range)) => list.is_one(range.start),
             _ => true,
         }
+    }
+}
+
+impl List {
+    /// Whether this value of a mask is 1.
+    fn is_one(&self, at: usize) -> bool {
+        let values = &self.values;
+        with_numbers!(values, v => is_one(v[at]), bits => bits.value(at))
     }
 }
 

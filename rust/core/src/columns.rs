@@ -1,5 +1,7 @@
 //! Reading columns: which one plays which role.
 
+use std::sync::Arc;
+
 use arrow_array::{ArrayRef, RecordBatch};
 use arrow_schema::{ArrowError, Schema};
 
@@ -97,7 +99,9 @@ impl Samples {
         faults: &mut Faults,
     ) -> Option<Self> {
         let schema = batch.schema();
-        let reader = Reader { batch, schema: &schema, request };
+        // An empty slice may begin anywhere in its offsets, which arrow-rs takes for corrupt.
+        let empty = (batch.num_rows() == 0).then(|| RecordBatch::new_empty(Arc::clone(&schema)));
+        let reader = Reader { batch: empty.as_ref().unwrap_or(batch), schema: &schema, request };
         let tokens =
             faults.keep(reader.role("tokens", true).and_then(|c| {
                 c.map(|(name, array)| List::import(name, array, &Element::Integer)).transpose()
@@ -265,13 +269,16 @@ impl<'a> Reader<'a> {
         let names = self.schema.fields().iter().map(|f| f.name().as_str());
         let near = names
             .map(|other| (strsim::normalized_damerau_levenshtein(name, other), other))
-            .filter(|(score, _)| *score >= 0.6)
+            .filter(|(score, other)| *score >= 0.6 && *other != name)
             .max_by(|a, b| a.0.total_cmp(&b.0));
         let hint = match near {
             Some((_, other)) => format!("did you mean '{other}'? "),
             None => String::new(),
         };
         let example = near.map_or("its name", |(_, other)| other);
+        if !ROLES.contains(&role) {
+            return format!("{hint}The columns are {}", self.names()); // it was named by its own name
+        }
         format!(
             "{hint}If it has another name, pass columns={{\"{role}\": \"{example}\"}}; the columns are {}",
             self.names()

@@ -308,22 +308,14 @@ impl Part<'_> {
         self.labels[aligned.to.end..].fill(IGNORED);
         let (tokens, labels) = (&mut self.tokens[..real.len()], &mut self.labels[aligned.to]);
         let values = &batch.tokens.values;
-        let wrong = with_integers!(
+        let fits = with_integers!(
             values,
-            v => copy_tokens(&v[here], tokens)
-                .map(|at| (real.start + at, "and tokens have to fit an int32"))
-                .or_else(|| copy_labels(&v[next], mask, labels).map(|at| {
-                    (row.prompt() + aligned.from.start + at, "and a trained token has to be from 0 to 2147483647")
-                })),
-            _ => None
+            v => copy_tokens(&v[here], tokens) & copy_labels(&v[next], mask, labels),
+            _ => false
         );
-        match wrong {
+        match if fits { None } else { batch.token_fault(i, row) } {
             None => Ok(()),
-            Some((at, why)) => Err(Error::data(
-                &batch.tokens.name,
-                batch.first_row + i as i64,
-                format!("the value at position {at} is {}, {why}", show(values, first + at)),
-            )),
+            Some(fault) => Err(fault),
         }
     }
 }
@@ -353,19 +345,19 @@ fn copy_mask<N: ArrowNativeTypeOp>(from: &[N], to: &mut [bool]) {
     }
 }
 
-/// Returns where a token does not fit.
-fn copy_tokens<N: Copy + TryInto<i32>>(from: &[N], to: &mut [i32]) -> Option<usize> {
+/// Returns whether all tokens fit.
+fn copy_tokens<N: Copy + TryInto<i32>>(from: &[N], to: &mut [i32]) -> bool {
     let mut fits = true;
     for (to, x) in to.iter_mut().zip(from) {
         let token = (*x).try_into();
         fits &= token.is_ok();
         *to = token.unwrap_or(0);
     }
-    if fits { None } else { from.iter().position(|x| (*x).try_into().is_err()) }
+    fits
 }
 
-/// Returns where a trained token is negative or does not fit: as a label it would be ignored without a word.
-fn copy_labels<N: Copy + TryInto<i32>>(from: &[N], mask: &[bool], to: &mut [i32]) -> Option<usize> {
+/// Returns whether all trained tokens fit and are not negative.
+fn copy_labels<N: Copy + TryInto<i32>>(from: &[N], mask: &[bool], to: &mut [i32]) -> bool {
     let label = |x: N| x.try_into().unwrap_or(-1);
     // One negative label makes their union negative. In bits, for vector code of the oldest CPUs has no minimum.
     let mut union = 0;
@@ -375,7 +367,7 @@ fn copy_labels<N: Copy + TryInto<i32>>(from: &[N], mask: &[bool], to: &mut [i32]
         union |= label;
         *to = label | (IGNORED & !kept);
     }
-    if union >= 0 { None } else { from.iter().zip(mask).position(|(x, trained)| *trained && label(*x) < 0) }
+    union >= 0
 }
 
 /// Carries a token column: at each position the value of the token after it, 0 where that is no response token.
@@ -413,6 +405,12 @@ fn carry(
         v => for (to, x) in to.iter_mut().zip(&v[from.clone()]) { *to = x.as_(); },
         bits => for (to, bit) in to.iter_mut().zip(&bits.slice(from.start, from.len())) { *to = f32::from(u8::from(bit)); }
     );
+    let overflows = |x: f64| x.is_finite() && x.abs() > f64::from(f32::MAX);
+    if to.iter().any(|x| x.is_infinite())
+        && with_numbers!(values, v => v[from.clone()].iter().any(|x| overflows(x.as_())), _bits => false)
+    {
+        return fault("holds a number that is too large for a float32".to_owned());
+    }
     // In float64: as float32 the first integer that is rounded looks like the last that is not.
     let inexact = |x: f64| x.abs() > 16_777_216.0; // 2^24
     if with_integers!(values, v => v[from].iter().any(|x| inexact(x.as_())), _ => false) {
@@ -441,6 +439,10 @@ fn scalar(column: &Scalars, first_row: i64, i: usize, single: bool) -> Result<f6
                 show(values, i)
             ),
         ));
+    }
+    if single && value.is_finite() && value.abs() > f64::from(f32::MAX) {
+        let message = format!("{} is too large for a float32", show(values, i));
+        return Err(Error::data(&column.name, first_row + i as i64, message));
     }
     Ok(value)
 }

@@ -42,7 +42,7 @@ impl Mode {
                 plan_error!("loss_aggregation 'constant' needs divisor=, a finite number above 0")
             }
             (Self::Constant, Some(d)) if !(d.is_normal() && d > 0.0) => {
-                plan_error!("divisor is {d}; it has to be a finite number above 0")
+                plan_error!("divisor is {d:e}; it has to be a finite number above 0 (at least 2.3e-308)")
             }
             (Self::Constant, Some(_)) | (_, None) => Ok(()),
             (_, Some(d)) => {
@@ -119,7 +119,7 @@ fn missing<T>(name: &str) -> Result<T> {
         "this loss_aggregation needs {name}{}",
         match name {
             _ if name.contains("prompt") =>
-                ", which a plan has where groups were read: plan with loss_aggregation='prompt_mean'",
+                ", which only a plan of that mode has: plan with loss_aggregation='prompt_mean'",
             _ if name.contains("micro_batch") =>
                 ", which depends on the cut: plan with loss_aggregation='token_mean_legacy'",
             _ => "",
