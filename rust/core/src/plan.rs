@@ -11,6 +11,7 @@ use crate::cost::{Cost, CostModel, total};
 use crate::cut::{Cut, MAX_TOKENS};
 use crate::error::plan_error;
 use crate::ids::{Grouping, NO_ID, Numbered};
+use crate::keep::{Keep, schedule_units};
 use crate::steps::{Remainder, StepSize, steps};
 use crate::summary::Summary;
 use crate::weights::{Mode, Totals, sample_weights};
@@ -43,6 +44,8 @@ pub struct Options {
     pub micro_batch_multiple: i64,
     pub cost: CostModel,
     pub sync: Sync,
+    /// What has to be on one rank as a whole.
+    pub keep: Option<Keep>,
 }
 
 /// The counts of one step.
@@ -110,7 +113,17 @@ pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
             "loss_aggregation 'prompt_mean' needs prompt groups, and this summary has none; summarize with groups=True"
         );
     }
+    if options.keep == Some(Keep::Groups) && summary.group.is_none() {
+        return plan_error!(
+            "keep_together 'group' needs prompt groups, and this summary has none; summarize with groups=True"
+        );
+    }
     let numbered = number(summary)?;
+    let whole_groups = match options {
+        Options { mode: Mode::PromptMean, .. } => Some("prompt_mean"),
+        Options { keep: Some(Keep::Groups), .. } => Some("keep_together='group'"),
+        _ => None,
+    };
     let describe = |sample: usize| match &summary.group {
         Some(ids) => format!("group {}", show(&ids.values, sample)),
         None => format!("the group of row {}", summary.row[sample]),
@@ -120,7 +133,7 @@ pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
         numbered.groups.as_deref(),
         options.step_size,
         options.remainder,
-        options.mode == Mode::PromptMean,
+        whole_groups,
         describe,
     )?;
     let mut plan = Plan {
@@ -232,7 +245,17 @@ impl Plan {
             }
         }
         let costs: Vec<Cost> = lengths.iter().map(|s| options.cost.cost(*s)).collect();
-        let micro_batches = schedule(index, &lengths, &costs, shape)?;
+        let units = options.keep.and_then(|keep| {
+            let units = match keep {
+                Keep::Rollouts => &numbered.rollouts,
+                Keep::Groups => numbered.groups.as_ref()?,
+            };
+            Some((keep, samples.iter().map(|s| units[*s]).collect::<Vec<_>>()))
+        });
+        let micro_batches = match units {
+            Some((keep, units)) => schedule_units(index, &lengths, &costs, &units, keep, shape)?,
+            None => schedule(index, &lengths, &costs, shape)?,
+        };
         waits.add(&micro_batches, samples, &lengths, &costs, summary, options, shape)?;
 
         let count = |units: &[usize]| units_of(samples, units, &summary.mask_sum, options.count_empty);
