@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -241,6 +242,12 @@ class Plan:
         self._check("micro_batch", micro_batch, per_rank)
         index = int(self._first_bins[step]) + dp_rank * per_rank + micro_batch
         return slice(int(self._offsets[index]), int(self._offsets[index + 1]))
+
+    def _bounds_of_rank(self, step: int, dp_rank: int) -> list[slice]:
+        """Where the micro-batches of a rank lie, in the order in which it runs them."""
+        per_rank = self._step(step).num_micro_batches
+        first = int(self._first_bins[step]) + dp_rank * per_rank
+        return [slice(a, b) for a, b in pairwise(self._offsets[first : first + per_rank + 1].tolist())]
 
     def _rows_of(self, step: int, dp_rank: int | None = None) -> npt.NDArray[np.int64]:
         """The rows of all micro-batches of a rank in a step, or of a whole step."""
