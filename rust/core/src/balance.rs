@@ -172,6 +172,9 @@ impl Step<'_> {
     /// Ranks wait for each other once: the first of three ways that is even, or the most even. Cheap ways come first.
     fn by_rank(&self, bins: Vec<Vec<usize>>, filled: usize) -> Vec<Vec<usize>> {
         let Self { lengths, costs, capacity, dp_size, per_rank } = *self;
+        if dp_size == 1 {
+            return self.heaviest_first(split(bins, costs, filled)).0;
+        }
         let ways = once_with(|| spread(lengths, costs, capacity, filled).map(|bins| self.deal(bins)))
             .chain(once_with(|| Some(self.deal(split(bins, costs, filled)))))
             .chain(once_with(|| {
@@ -342,6 +345,9 @@ fn spread(lengths: &[i64], costs: &[Cost], capacity: i64, slots: usize) -> Optio
 
 /// Splits the heaviest bins of several samples in two until there are `slots`.
 fn split(bins: Vec<Vec<usize>>, costs: &[Cost], slots: usize) -> Vec<Vec<usize>> {
+    if bins.len() >= slots {
+        return bins;
+    }
     let (mut whole, mut bins): (Vec<_>, Vec<_>) = bins.into_iter().partition(|bin| bin.len() == 1);
     let mut heaviest: BinaryHeap<_> =
         bins.iter().enumerate().map(|(i, bin)| (cost_of(bin, costs), Reverse(i))).collect();

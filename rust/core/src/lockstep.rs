@@ -14,15 +14,16 @@ use crate::left::Left;
 /// How much more than an even share of what is left a round may take: what is above that waits for the next one.
 const SHARES: [f64; 12] = [1.0, 1.001, 1.002, 1.005, 1.01, 1.015, 1.02, 1.03, 1.05, 1.08, 1.15, 1.3];
 
-/// At least two shares are tried, and all of them where there are not many samples: a bound in work.
+/// How many samples are placed, over all shares that are tried: a bound in work. Where there are more samples than this,
+/// what is dealt in order is as even.
 const WORK: usize = 1 << 17;
 
 /// Fills `rounds` rounds of `dp_size` micro-batches, none empty, and returns round after round.
 ///
 /// Each round is filled up to a level: the cost of its longest sample, or its share where that is more. The lightest
 /// micro-batch takes the longest sample that is left and that both the cap and the level have room for. Several shares
-/// are tried and the best is kept. `None` where no share places every sample under the cap, or where there are fewer
-/// samples than micro-batches. A longer sample costs no less.
+/// are tried and the best is kept. `None` where no share places every sample under the cap, and where there are fewer
+/// samples than micro-batches or too many to try. A longer sample costs no less.
 pub fn level_fill(
     lengths: &[i64],
     costs: &[Cost],
@@ -30,10 +31,13 @@ pub fn level_fill(
     dp_size: usize,
     rounds: usize,
 ) -> Option<Vec<Vec<usize>>> {
+    let tries = (WORK / lengths.len().max(1)).min(SHARES.len());
+    if tries == 0 {
+        return None;
+    }
     let sorted = sorted(lengths);
     let costs_in_order: Vec<Cost> = sorted.iter().map(|(_, sample)| costs[*sample]).collect();
-    let tries = (WORK / lengths.len().max(1)).clamp(2, SHARES.len());
-    let fills = SHARES[..]
+    let fills = SHARES
         .iter()
         .step_by(SHARES.len().div_ceil(tries))
         .filter_map(|share| Filling::new(&sorted, &costs_in_order).fill(capacity, dp_size, rounds, *share));

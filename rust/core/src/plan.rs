@@ -256,7 +256,7 @@ impl Plan {
             Some((keep, units)) => schedule_units(index, &lengths, &costs, &units, keep, shape)?,
             None => schedule(index, &lengths, &costs, shape)?,
         };
-        waits.add(&micro_batches, samples, &lengths, &costs, summary, options, shape)?;
+        waits.add(&micro_batches, samples, &lengths, summary, options, shape)?;
 
         let count = |units: &[usize]| units_of(samples, units, &summary.mask_sum, options.count_empty);
         let step = Step {
@@ -321,8 +321,9 @@ impl Plan {
         )
     }
 
-    /// One row a placed sample; the last columns, from `response_length` on, are for packing.
-    pub fn to_batch(&self, dp_size: usize) -> Result<RecordBatch> {
+    /// Hands out the placed samples, one row each; the plan keeps its steps, their bounds and its ratios. The last columns,
+    /// from `response_length` on, are for packing.
+    pub fn take_batch(&mut self, dp_size: usize) -> Result<RecordBatch> {
         let mut place: [Vec<i64>; 4] = Default::default();
         let mut bounds = self.offsets.windows(2);
         for (step, counts) in self.steps.iter().enumerate() {
@@ -337,23 +338,25 @@ impl Plan {
                 place[3].extend(0..to - from);
             }
         }
-        let integers = |values: &[i64]| -> ArrayRef { Arc::new(Int64Array::from(values.to_vec())) };
-        let [step, rank, micro_batch, position] = &place;
+        let integers =
+            |values: &mut Vec<i64>| -> ArrayRef { Arc::new(Int64Array::from(std::mem::take(values))) };
+        let [step, rank, micro_batch, position] = &mut place;
         let mut columns = vec![
             ("step", integers(step)),
             ("dp_rank", integers(rank)),
             ("micro_batch", integers(micro_batch)),
             ("position", integers(position)),
-            ("row", integers(&self.row)),
-            ("total_length", integers(&self.total_length)),
-            ("mask_sum", integers(&self.mask_sum)),
-            ("rollout_mask_sum", integers(&self.rollout_mask_sum)),
+            ("row", integers(&mut self.row)),
+            ("total_length", integers(&mut self.total_length)),
+            ("mask_sum", integers(&mut self.mask_sum)),
+            ("rollout_mask_sum", integers(&mut self.rollout_mask_sum)),
         ];
-        columns.extend(self.prompt_mask_sum.as_deref().map(|sums| ("prompt_mask_sum", integers(sums))));
-        columns.push(("sample_weight", Arc::new(Float64Array::from(self.sample_weight.clone()))));
-        columns.push(("response_length", integers(&self.response_length)));
-        columns.push(("rollout_index", integers(&self.rollout_index)));
-        columns.extend(self.prompt_index.as_deref().map(|index| ("prompt_index", integers(index))));
+        columns.extend(self.prompt_mask_sum.as_mut().map(|sums| ("prompt_mask_sum", integers(sums))));
+        columns
+            .push(("sample_weight", Arc::new(Float64Array::from(std::mem::take(&mut self.sample_weight)))));
+        columns.push(("response_length", integers(&mut self.response_length)));
+        columns.push(("rollout_index", integers(&mut self.rollout_index)));
+        columns.extend(self.prompt_index.as_mut().map(|index| ("prompt_index", integers(index))));
         let fields: Vec<_> =
             columns.iter().map(|(n, a)| Field::new(*n, a.data_type().clone(), false)).collect();
         let arrays = columns.into_iter().map(|(_, array)| array).collect();
@@ -378,15 +381,21 @@ impl Waits {
         micro_batches: &[Vec<usize>],
         samples: &[usize],
         lengths: &[i64],
-        costs: &[Cost],
         summary: &Summary,
         options: &Options,
         shape: &Shape,
     ) -> Result<()> {
-        let padded: Vec<i64> = micro_batches
+        // In one go, and each cost anew: looking them up, in no order at all, would take longer.
+        let of = |micro_batch: &Vec<usize>| {
+            micro_batch.iter().map(|s| lengths[*s]).fold((0i64, 0), |(tokens, cost): (_, Cost), length| {
+                (tokens.saturating_add(length), cost.saturating_add(options.cost.cost(length)))
+            })
+        };
+        let (padded, loads): (Vec<i64>, Vec<Cost>) = micro_batches
             .iter()
-            .map(|m| options.cut.padded_total(m.iter().fold(0i64, |sum, s| sum.saturating_add(lengths[*s]))))
-            .collect();
+            .map(of)
+            .map(|(tokens, cost)| (options.cut.padded_total(tokens), cost))
+            .unzip();
         let longest = padded.iter().copied().max().unwrap_or(0);
         if longest > MAX_TOKENS {
             return plan_error!(
@@ -399,7 +408,6 @@ impl Waits {
         };
         self.tokens += samples.iter().map(|s| summary.total_length[*s]).sum::<i64>();
         self.room += padded.iter().map(|p| budget.max(*p)).sum::<i64>();
-        let loads: Vec<Cost> = micro_batches.iter().map(|m| total(m.iter().map(|s| costs[*s]))).collect();
         let per_rank = loads.len() / shape.dp_size;
         let slowest = match shape.sync {
             Sync::Step => loads.chunks(per_rank).map(|rank| total(rank.iter().copied())).max().unwrap_or(0),

@@ -155,14 +155,14 @@ fn too_few_samples_says_how_many_are_missing() {
 
 #[test]
 fn placeholders_count_in_k_and_in_nothing_else() {
-    let plan = plan(&lengths(&[5]), &Options { dp_size: 2, placeholders: true, ..options(10) }).unwrap();
+    let mut plan = plan(&lengths(&[5]), &Options { dp_size: 2, placeholders: true, ..options(10) }).unwrap();
     let expected = Step { num_rollouts: 1, num_prompts: None, num_tokens: 4, num_micro_batches: 1 };
     assert_eq!(plan.steps, [expected]);
     let mut found = micro_batches(&plan);
     found.sort();
     assert_eq!(found, [vec![], vec![0]]);
-    assert_eq!(plan.to_batch(2).unwrap().num_rows(), 1);
     assert_eq!(plan.sample_weight, [0.25]);
+    assert_eq!(plan.take_batch(2).unwrap().num_rows(), 1);
 }
 
 #[test]
@@ -505,7 +505,7 @@ fn a_plan_as_arrow() {
     let summary = grouped(rows(&[(7, 1), (5, 2), (3, 1), (5, 3)]), &[0, 1, 2, 3], &[0, 0, 1, 1]);
     let by_prompt =
         Options { mode: Mode::PromptMean, step_size: StepSize::Prompts(1), dp_size: 2, ..options(10) };
-    let batch = plan(&summary, &by_prompt).unwrap().to_batch(2).unwrap();
+    let batch = plan(&summary, &by_prompt).unwrap().take_batch(2).unwrap();
     let names: Vec<_> = batch.schema().fields().iter().map(|f| f.name().clone()).collect();
     let expected = [
         "step",
@@ -538,7 +538,7 @@ fn a_plan_as_arrow() {
     let weights = batch.column_by_name("sample_weight").unwrap().as_primitive::<Float64Type>();
     assert_eq!(weights.values().to_vec(), [1.0 / 3.0, 1.0 / 3.0, 1.0 / 4.0, 1.0 / 4.0]);
 
-    let together = plan(&summary, &options(100)).unwrap().to_batch(1).unwrap();
+    let together = plan(&summary, &options(100)).unwrap().take_batch(1).unwrap();
     assert!(together.column_by_name("prompt_mask_sum").is_none());
     let position = together.column_by_name("position").unwrap().as_primitive::<Int64Type>();
     assert_eq!(position.values().to_vec(), [0, 1, 2, 3]);

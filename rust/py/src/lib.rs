@@ -242,8 +242,8 @@ fn make_plan(
     options: &PlanOptions,
 ) -> PyResult<Planning> {
     let (plan, batch) = released(py, move || {
-        let plan = plan::plan(&Summary::from_batch(&summary.into_inner(), &key, groups)?, &options.0)?;
-        let batch = plan.to_batch(options.0.dp_size as usize)?;
+        let mut plan = plan::plan(&Summary::from_batch(&summary.into_inner(), &key, groups)?, &options.0)?;
+        let batch = plan.take_batch(options.0.dp_size as usize)?;
         Ok((plan, batch))
     })?;
     let counts = |s: &plan::Step| (s.num_rollouts, s.num_prompts, s.num_tokens, s.num_micro_batches);
