@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -10,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from rollpack._errors import DataError
+from rollpack._errors import DataError, PlanError
 from rollpack._sources import Request, Source
+from rollpack.cost import integer
 from rollpack.planning import Plan
 
 if TYPE_CHECKING:
@@ -118,6 +121,7 @@ def pack(
     cp_rank: int = 0,
     token_columns: Sequence[str] = (),
     sample_columns: Sequence[str] = (),
+    num_threads: int = 1,
 ) -> Iterator[MicroBatch[npt.NDArray[Any]]]:
     """Pack the micro-batches of one rank in one step, in the order in which it runs them.
 
@@ -129,12 +133,16 @@ def pack(
         cp_rank: the context-parallel rank.
         token_columns: columns to carry along that hold a list of numbers as long as the response.
         sample_columns: columns to carry along that hold a number.
+        num_threads: how many micro-batches are packed at the same time, by threads of this call alone. Up to as many are
+            packed ahead of the one that is asked for. Packing runs at the speed of memory, so that one thread is often
+            enough.
 
     Yields:
-        ``plan.steps[step].num_micro_batches`` micro-batches, each with arrays of its own.
+        ``plan.steps[step].num_micro_batches`` micro-batches, each with arrays of its own. Where each is dropped before the
+        next, the next takes over its memory.
 
     Raises:
-        PlanError: no such step or rank, or no step given where there are several.
+        PlanError: no such step or rank, no step given where there are several, or less than one thread.
         DataError: a row is not what was planned (the number of rows, and each one's lengths and mask sum, are compared: a
             shuffle of rows that are alike in these is not seen), or a value cannot be packed.
         SchemaError: a column is missing or has a type that cannot be read.
@@ -142,8 +150,10 @@ def pack(
     step = plan._only_step() if step is None else step
     plan._bounds(step, dp_rank, 0)
     plan._check("cp_rank", cp_rank, plan.settings.cp_size)
+    if integer("num_threads", num_threads) < 1:
+        raise PlanError(f"num_threads is {num_threads}; it has to be at least 1")
     packer = Packer(data, plan.columns, token_columns, sample_columns, rows=plan._rows_of(step, dp_rank))
-    return packer.rank(plan, step, dp_rank, cp_rank)
+    return packer.rank(plan, step, dp_rank, cp_rank, num_threads=num_threads)
 
 
 #: Gives an int32, a bool, a float32 and a float64 array of these lengths.
@@ -206,10 +216,11 @@ class Packer:
         *,
         buffers: Buffers | None = None,
         indices: Sequence[int] | None = None,
+        num_threads: int = 1,
     ) -> Iterator[MicroBatch[npt.NDArray[Any]]]:
         """The micro-batches of one rank in one step, those of these indices (None: all), each in buffers of its own.
 
-        ``buffers``: gives other buffers to pack a micro-batch into; its arrays are views of them.
+        ``buffers``: gives other buffers to pack a micro-batch into; its arrays are views of them. With one thread.
         """
         if self._rows.num_rows != plan.num_rows:
             raise DataError(
@@ -237,10 +248,24 @@ class Packer:
         columns = {name: plan._slice(name, slice(None)) for name in _PLANNED}
         if settings.loss_aggregation == "prompt_mean":
             columns |= {name: plan._slice(name, slice(None)) for name in _PLANNED_PROMPTS}
-        for index in range(counts.num_micro_batches) if indices is None else indices:
-            at = plan._bounds(step, dp_rank, index)
-            placed = {name: column[at] for name, column in columns.items()}
-            yield self._pack(placed, settings.cut, cp_rank, buffers or _fresh, shared | {"index": index})
+        places = plan._bounds_of_rank(step, dp_rank)
+        wanted = range(len(places)) if indices is None else indices
+
+        def packed(index: int) -> MicroBatch[npt.NDArray[Any]]:
+            placed = {name: column[places[index]] for name, column in columns.items()}
+            return self._pack(placed, settings.cut, cp_rank, buffers or _fresh, shared | {"index": index})
+
+        if num_threads == 1:
+            yield from map(packed, wanted)
+            return
+        # A pool of this call alone: threads of a global one would be missing in a forked child.
+        with ThreadPoolExecutor(num_threads) as pool:
+            ahead = deque(pool.submit(packed, index) for index in wanted[:num_threads])
+            for index in wanted[num_threads:]:
+                ahead.append(pool.submit(packed, index))
+                yield ahead.popleft().result()  # without a name, which would keep it while the next one is packed
+            while ahead:
+                yield ahead.popleft().result()
 
     def _pack(
         self,

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,6 +61,7 @@ class Settings:
     pad_micro_batch_to_multiple_of: int
     cost: tuple[int, int]
     sync: str
+    keep_together: str | None = None
 
     @property
     def cut(self) -> tuple[int, str, int, int]:
@@ -111,6 +113,16 @@ class Plan:
         """
         names = self._placements.schema.names
         return pa.Table.from_batches([self._placements]).select(names[: names.index("response_length")])
+
+    @cached_property
+    def inverse(self) -> npt.NDArray[np.int64]:
+        """Puts outputs, one a sample, back in input order: int64, [placed samples].
+
+        ``outputs`` are those of all micro-batches, one after the other in the order of :meth:`to_arrow` (step, dp rank,
+        micro-batch, position), without placeholders. Then ``outputs[plan.inverse]`` are in the order of the input rows;
+        rows of ``dropped_rows`` have none.
+        """
+        return np.argsort(self._placements.column("row").to_numpy(), kind="stable").astype(np.int64, copy=False)
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
         return self.to_arrow().__arrow_c_stream__(requested_schema)
@@ -232,6 +244,12 @@ class Plan:
         index = int(self._first_bins[step]) + dp_rank * per_rank + micro_batch
         return slice(int(self._offsets[index]), int(self._offsets[index + 1]))
 
+    def _bounds_of_rank(self, step: int, dp_rank: int) -> list[slice]:
+        """Where the micro-batches of a rank lie, in the order in which it runs them."""
+        per_rank = self._step(step).num_micro_batches
+        first = int(self._first_bins[step]) + dp_rank * per_rank
+        return [slice(a, b) for a, b in pairwise(self._offsets[first : first + per_rank + 1].tolist())]
+
     def _rows_of(self, step: int, dp_rank: int | None = None) -> npt.NDArray[np.int64]:
         """The rows of all micro-batches of a rank in a step, or of a whole step."""
         per_rank = self._step(step).num_micro_batches
@@ -291,6 +309,7 @@ def plan(
     pad_micro_batch_to_multiple_of: int = 1,
     cost: str | CostModel = "tokens",
     sync: str = "step",
+    keep_together: str | None = None,
     columns: Mapping[str, str | None] | None = None,
     rollout_key: str | Sequence[str] = "rollout_id",
 ) -> Plan:
@@ -321,7 +340,11 @@ def plan(
             of m on each rank, pass ``m * cp_size``.
         cost: what ranks are balanced by: ``tokens``, ``attention`` or a :class:`rollpack.CostModel`.
         sync: whether ranks wait for each other once a ``step`` (DDP, pipelines) or at each ``micro_batch`` (FSDP,
-            expert parallelism).
+            expert parallelism). Ranks' totals are evened out, or what runs at the same time. No more micro-batches are
+            used for that than the budget needs.
+        keep_together: ``rollout`` or ``group``: all samples of a rollout, or of a prompt group, are on one rank (in as many
+            of its micro-batches as it takes). A step needs at least as many of them as there are ranks, and ranks are less
+            even than without. ``group`` reads groups.
         columns: as for :func:`rollpack.summarize`; the plan hands it on to ``pack``.
         rollout_key: as for :func:`rollpack.summarize`.
 
@@ -356,6 +379,7 @@ def plan(
         pad_micro_batch_to_multiple_of=integer("pad_micro_batch_to_multiple_of", pad_micro_batch_to_multiple_of),
         cost=cost_model(cost),
         sync=sync,
+        keep_together=keep_together,
     )
     options = _core.Options(settings, settings.cut)
     if isinstance(data_or_summary, Summary):
@@ -363,7 +387,7 @@ def plan(
         if columns is not None or rollout_key != "rollout_id":
             raise PlanError("columns= and rollout_key= belong to summarize; this summary was made with its own")
     else:
-        groups = loss_aggregation == "prompt_mean" or prompts_per_step is not None
+        groups = loss_aggregation == "prompt_mean" or prompts_per_step is not None or keep_together == "group"
         summary = summarize(data_or_summary, groups=groups, columns=columns, rollout_key=rollout_key)
     if loss_aggregation == "token_mean_legacy":
         _warn_of_legacy()

@@ -83,6 +83,7 @@ def test_flags_mean_what_the_arguments_mean(run, file):
         "pad_micro_batch_to_multiple_of": 5,
         "cost": "attention",
         "sync": "micro_batch",
+        "keep_together": "rollout",
     }
     arguments = [text for name, value in flags.items() for text in ("--" + name.replace("_", "-"), value)]
     status, out, _ = run("plan", file, *arguments, "--placeholders", "--rollout-key", "rollout_id", "--json")

@@ -28,6 +28,35 @@ def listed(micro_batch, names):
     return {name: getattr(micro_batch, name).tolist() for name in names}
 
 
+# -------------------------------------------------------------------------------------------------------- threads
+
+
+@pytest.mark.parametrize("num_threads", [2, 3, 50])
+def test_threads_pack_the_same_in_the_same_order(num_threads):
+    table = pa.table({"tokens": [[row] * (2 + row % 7) for row in range(40)], "response_length": [1] * 40})
+    plan = rollpack.plan(table, max_tokens_per_gpu=16, placeholders=True, micro_batch_multiple=13)
+    one, several = list(rollpack.pack(table, plan)), list(rollpack.pack(table, plan, num_threads=num_threads))
+    assert [m.index for m in several] == list(range(plan.steps[0].num_micro_batches))
+    for mine, theirs in zip(one, several, strict=True):
+        for name in (*POSITIONS, "cu_seqlens", "cu_seqlens_padded", "rows", "sample_weights"):
+            np.testing.assert_array_equal(getattr(mine, name), getattr(theirs, name))
+    # Who stops early waits for what is begun, and for no more.
+    some = rollpack.pack(table, plan, num_threads=num_threads)
+    assert next(some).index == 0
+    some.close()
+
+
+def test_an_error_comes_from_its_thread():
+    table = pa.table({"tokens": [[1, 2]] * 8, "response_length": [1] * 8})
+    plan = rollpack.plan(table, micro_batch_size=1)
+    changed = pa.table({"tokens": [[1, 2]] * 7 + [[1, 2, 3]], "response_length": [1] * 8})
+    packed = rollpack.pack(changed, plan, num_threads=3)
+    with pytest.raises(rollpack.DataError, match="row 7"):
+        list(packed)
+    with pytest.raises(rollpack.PlanError, match="num_threads is 0"):
+        rollpack.pack(table, plan, num_threads=0)
+
+
 # -------------------------------------------------------------------------------------------------------- by hand
 
 HAND = pa.table(

@@ -169,6 +169,34 @@ def test_the_table_of_a_plan_by_hand():
     assert pl.DataFrame(plan).equals(pl.from_arrow(table))
 
 
+def test_outputs_go_back_to_input_order():
+    plan = rollpack.plan(of_lengths([3, 9, 5, 7, 2]), max_tokens_per_gpu=9, dp_size=2, global_batch_size=4, remainder="drop")
+    placed = plan.to_arrow()["row"].to_numpy()
+    assert sorted(placed.tolist()) == [0, 1, 2, 3]
+    outputs = np.array([10 * row for row in placed])  # one a sample, in the order of the plan
+    assert plan.inverse.dtype == np.int64
+    assert outputs[plan.inverse].tolist() == [0, 10, 20, 30]
+    assert pickle.loads(pickle.dumps(plan)).inverse.tolist() == plan.inverse.tolist()
+
+
+@pytest.mark.parametrize("sync", ["step", "micro_batch"])
+@pytest.mark.parametrize("limit", [{"max_tokens_per_gpu": 8}, {"micro_batch_size": 2}])
+def test_rollouts_and_groups_are_kept_on_one_rank(limit, sync):
+    # Rollouts a to d of two samples each, in two groups.
+    data = of_lengths([4] * 8, rollout_id=list("abcdabcd"), group_index=[0, 0, 1, 1] * 2)
+
+    def ranks(**arguments):
+        plan = rollpack.plan(data, sync=sync, **limit, **arguments)
+        return sorted(sorted(row for m in micro_batches for row in m) for micro_batches in placed(plan).values())
+
+    assert ranks(dp_size=4, keep_together="rollout") == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert ranks(dp_size=2, keep_together="group") == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    with pytest.raises(rollpack.PlanError, match=r"2 whole groups for dp_size 4.*keep_together='group'.*Lower dp_size"):
+        ranks(dp_size=4, keep_together="group")
+    with pytest.raises(rollpack.PlanError, match="groups=True"):
+        rollpack.plan(rollpack.summarize(data), keep_together="group", **limit)
+
+
 HAND = of_masks([[1], [1, 1, 1], [1, 1], [1, 0, 1, 1]], group_index=[0, 0, 1, 1])
 HAND_LOSSES = [[4], [1, 2, 3], [10, 20], [1, 100, 2, 3]]
 
@@ -404,6 +432,7 @@ REFUSED = {
     "oversize": ({"micro_batch_size": 1, "oversize": "drop"}, "error or alone"),
     "layout": ({"micro_batch_size": 1, "layout": "striped"}, "zigzag or contiguous"),
     "sync": ({"micro_batch_size": 1, "sync": "never"}, "step or micro_batch"),
+    "keep_together": ({"micro_batch_size": 1, "keep_together": "prompt"}, "group, rollout or None"),
     "cost": ({"micro_batch_size": 1, "cost": "flops"}, "tokens, attention or a CostModel"),
     "negative cost": ({"micro_batch_size": 1, "cost": rollpack.CostModel(-1)}, "linear .* -1"),
     "cost of nothing": ({"micro_batch_size": 1, "cost": rollpack.CostModel(0, 0)}, "cost"),
@@ -694,6 +723,7 @@ SHAPES = st.fixed_dictionaries(
         "placeholders": st.booleans(),
         "oversize": st.sampled_from(["alone", "error"]),
         "empty": st.sampled_from(["count", "skip"]),
+        "keep_together": st.sampled_from([None, None, "rollout", "group"]),
     }
 )
 LIMITS = st.one_of(
@@ -746,7 +776,7 @@ def test_a_plan_places_every_row_once_and_keeps_its_promises(data, cut, shape, l
     except rollpack.PlanError as error:
         text = str(error)
         if "needs whole groups" in text:
-            assert mode == "prompt_mean"
+            assert mode == "prompt_mean" or shape["keep_together"] == "group"
             assert cuts_a_group
         elif "nothing" in text:
             assert not steps
@@ -757,7 +787,7 @@ def test_a_plan_places_every_row_once_and_keeps_its_promises(data, cut, shape, l
             assert shape["oversize"] == "error"
             assert oversize
         else:
-            assert "missing" in text
+            assert "missing" in text or (shape["keep_together"] and "leave keep_together out" in text)
             assert not shape["placeholders"]
         return
 

@@ -143,4 +143,5 @@ PLAN_FLAGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "pad_micro_batch_to_multiple_of": (_integer, "N", "pad each micro-batch to a multiple of N"),
     "cost": (_cost, "tokens|attention|LINEAR,QUADRATIC", "what ranks are balanced by"),
     "sync": (str, "step|micro_batch", "where ranks wait for each other"),
+    "keep_together": (str, "rollout|group", "keep all samples of one on one rank"),
 }

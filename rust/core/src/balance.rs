@@ -6,7 +6,7 @@ use std::collections::binary_heap::PeekMut;
 use std::iter::once_with;
 
 use crate::Result;
-use crate::bins::{best_fit_decreasing, filled, sorted};
+use crate::bins::{few_bins, filled, sorted};
 use crate::cost::{Cost, total};
 use crate::error::plan_error;
 use crate::lockstep::{deal_rounds, level_fill};
@@ -60,18 +60,9 @@ const MAX_SLOTS: usize = 1 << 26;
 /// The micro-batches of one step: all of rank 0's, then rank 1's and so on, each a list of samples in input order.
 /// `lengths` are padded; `step` is for the error.
 pub fn schedule(step: usize, lengths: &[i64], costs: &[Cost], shape: &Shape) -> Result<Vec<Vec<usize>>> {
-    let bins = match shape.limit {
-        Limit::Tokens(capacity) => by_budget(lengths, capacity),
-        Limit::Samples(size) => vec![Vec::new(); lengths.len().div_ceil(size)],
-    };
-    let per_rank = bins.len().div_ceil(shape.dp_size).next_multiple_of(shape.multiple);
-    let slots = per_rank.saturating_mul(shape.dp_size);
-    if slots > MAX_SLOTS {
-        return plan_error!(
-            "step {step} would have {slots} micro-batches, and {MAX_SLOTS} is the most; lower dp_size or \
-             micro_batch_multiple"
-        );
-    }
+    let bins = bins(lengths, shape);
+    let per_rank = per_rank(step, bins.len(), shape)?;
+    let slots = per_rank * shape.dp_size;
     let missing = slots.saturating_sub(lengths.len());
     if missing > 0 && !shape.placeholders {
         return plan_error!(
@@ -81,12 +72,70 @@ pub fn schedule(step: usize, lengths: &[i64], costs: &[Cost], shape: &Shape) -> 
             shape.dp_size
         );
     }
+    Ok(place(bins, lengths, costs, shape, per_rank))
+}
+
+/// As few micro-batches as the limit allows; where it is one of samples, only their number says something.
+pub(crate) fn bins(lengths: &[i64], shape: &Shape) -> Vec<Vec<usize>> {
+    match shape.limit {
+        Limit::Tokens(capacity) => by_budget(lengths, capacity, shape),
+        Limit::Samples(size) => vec![Vec::new(); lengths.len().div_ceil(size)],
+    }
+}
+
+/// Few bins under the cap; what is over it is alone.
+fn by_budget(lengths: &[i64], capacity: i64, shape: &Shape) -> Vec<Vec<usize>> {
+    // Only what saves each rank a micro-batch is worth a search.
+    let few = |lengths: &[i64], alone: usize| {
+        let needed = total(lengths.iter().map(|length| Cost::from(length.unsigned_abs())))
+            .div_ceil(Cost::from(capacity.max(1).unsigned_abs()));
+        let k = |num_bins: usize| shape.per_rank(num_bins.saturating_add(alone));
+        let least = usize::try_from(needed).map_or(usize::MAX, k);
+        few_bins(lengths, capacity, |found| k(found) <= least)
+    };
+    if lengths.iter().all(|length| *length <= capacity) {
+        return few(lengths, 0);
+    }
+    let (fitting, alone): (Vec<_>, Vec<_>) = (0..lengths.len()).partition(|i| lengths[*i] <= capacity);
+    let short: Vec<i64> = fitting.iter().map(|i| lengths[*i]).collect();
+    let bins = few(&short, alone.len());
+    let bins = bins.into_iter().map(|bin| bin.into_iter().map(|i| fitting[i]).collect());
+    bins.chain(alone.into_iter().map(|i| vec![i])).collect()
+}
+
+/// K, where so many bins are to be dealt to ranks.
+pub(crate) fn per_rank(step: usize, num_bins: usize, shape: &Shape) -> Result<usize> {
+    let per_rank = shape.per_rank(num_bins);
+    match per_rank.saturating_mul(shape.dp_size) {
+        slots if slots > MAX_SLOTS => plan_error!(
+            "step {step} would have {slots} micro-batches, and {MAX_SLOTS} is the most; lower dp_size or \
+             micro_batch_multiple"
+        ),
+        _ => Ok(per_rank),
+    }
+}
+
+impl Shape {
+    pub(crate) fn per_rank(&self, num_bins: usize) -> usize {
+        num_bins.div_ceil(self.dp_size).next_multiple_of(self.multiple)
+    }
+}
+
+/// Places samples in `per_rank` micro-batches on each rank, none empty where there are enough samples.
+pub(crate) fn place(
+    bins: Vec<Vec<usize>>,
+    lengths: &[i64],
+    costs: &[Cost],
+    shape: &Shape,
+    per_rank: usize,
+) -> Vec<Vec<usize>> {
+    let filled = lengths.len().min(per_rank * shape.dp_size);
     let mut schedule = match shape.limit {
         Limit::Tokens(capacity) => {
             let step = Step { lengths, costs, capacity, dp_size: shape.dp_size, per_rank };
             match shape.sync {
-                Sync::MicroBatch if shape.dp_size > 1 => step.in_rounds(bins, slots - missing),
-                _ => step.by_rank(bins, slots - missing),
+                Sync::MicroBatch if shape.dp_size > 1 => step.in_rounds(bins, filled),
+                _ => step.by_rank(bins, filled),
             }
         }
         Limit::Samples(_) => by_count(lengths, costs, shape, per_rank),
@@ -94,7 +143,7 @@ pub fn schedule(step: usize, lengths: &[i64], costs: &[Cost], shape: &Shape) -> 
     for samples in &mut schedule {
         samples.sort_unstable();
     }
-    Ok(schedule)
+    schedule
 }
 
 /// Samples that are to be placed under a cap, in `dp_size` times `per_rank` micro-batches.
@@ -124,6 +173,9 @@ impl Step<'_> {
     /// Ranks wait for each other once: the first of three ways that is even, or the most even. Cheap ways come first.
     fn by_rank(&self, bins: Vec<Vec<usize>>, filled: usize) -> Vec<Vec<usize>> {
         let Self { lengths, costs, capacity, dp_size, per_rank } = *self;
+        if dp_size == 1 {
+            return self.heaviest_first(split(bins, costs, filled)).0;
+        }
         let ways = once_with(|| spread(lengths, costs, capacity, filled).map(|bins| self.deal(bins)))
             .chain(once_with(|| Some(self.deal(split(bins, costs, filled)))))
             .chain(once_with(|| {
@@ -190,6 +242,58 @@ pub fn lpt(costs: &[Cost], limits: &[usize], mut extra: usize) -> Vec<Vec<usize>
     parts
 }
 
+/// The better of LPT and differencing, where parts may hold any number of items.
+pub fn partition(costs: &[Cost], num_parts: usize) -> Vec<Vec<usize>> {
+    let by_lpt = lpt(costs, &vec![costs.len(); num_parts], 0);
+    let by_differencing = differencing(costs, num_parts);
+    let heaviest = |parts: &[Vec<usize>]| parts.iter().map(|part| cost_of(part, costs)).max();
+    if heaviest(&by_differencing) < heaviest(&by_lpt) { by_differencing } else { by_lpt }
+}
+
+/// Karmarkar and Karp's largest differencing: partial partitions, at first one for each item, are merged, always the two
+/// that are most uneven, the heavy parts of one with the light parts of the other. Parts without an item are not held, so
+/// that most merges are short.
+pub fn differencing(costs: &[Cost], num_parts: usize) -> Vec<Vec<usize>> {
+    /// What each part costs and the item that stands for it, heaviest first. Other items of it point to that one.
+    type Parts = Vec<(Cost, usize)>;
+    let uneven = |parts: &Parts| {
+        let lightest = if parts.len() < num_parts { 0 } else { parts.last().map_or(0, |part| part.0) };
+        parts.first().map_or(0, |part| part.0) - lightest
+    };
+    let mut root: Vec<usize> = (0..costs.len()).collect();
+    let mut partitions: Vec<Parts> = costs.iter().zip(0..).map(|(cost, item)| vec![(*cost, item)]).collect();
+    let mut heap: BinaryHeap<_> =
+        partitions.iter().enumerate().map(|(i, parts)| (uneven(parts), Reverse(i))).collect();
+    while let (Some((_, Reverse(a))), Some((_, Reverse(b)))) = (heap.pop(), heap.pop()) {
+        let (mut merged, other) = (std::mem::take(&mut partitions[a]), std::mem::take(&mut partitions[b]));
+        // The heaviest get parts that are free, the next ones join the lightest that there are.
+        let (keep, join) = other.split_at(other.len().min(num_parts - merged.len()));
+        for ((cost, item), (more, joining)) in merged.iter_mut().rev().zip(join) {
+            *cost = cost.saturating_add(*more);
+            root[*joining] = *item;
+        }
+        merged.extend_from_slice(keep);
+        merged.sort_unstable_by_key(|(cost, item)| (Reverse(*cost), *item));
+        heap.push((uneven(&merged), Reverse(a)));
+        partitions[a] = merged;
+    }
+    let mut part_of = vec![0; costs.len()];
+    let heads = partitions.into_iter().flatten().map(|(_, item)| item);
+    for (part, item) in heads.enumerate() {
+        part_of[item] = part;
+    }
+    let mut parts = vec![Vec::new(); num_parts];
+    for item in 0..costs.len() {
+        let mut at = item;
+        while root[at] != at {
+            root[at] = root[root[at]];
+            at = root[at];
+        }
+        parts[part_of[at]].push(item);
+    }
+    parts
+}
+
 fn heaviest_first(costs: &[Cost]) -> Vec<usize> {
     let mut order: Vec<usize> = (0..costs.len()).collect();
     order.sort_by_key(|i| Reverse(costs[*i]));
@@ -198,18 +302,6 @@ fn heaviest_first(costs: &[Cost]) -> Vec<usize> {
 
 fn cost_of(samples: &[usize], costs: &[Cost]) -> Cost {
     total(samples.iter().map(|s| costs[*s]))
-}
-
-/// Few bins under the cap; what is over it is alone.
-fn by_budget(lengths: &[i64], capacity: i64) -> Vec<Vec<usize>> {
-    if lengths.iter().all(|length| *length <= capacity) {
-        return best_fit_decreasing(lengths, capacity);
-    }
-    let (fitting, alone): (Vec<_>, Vec<_>) = (0..lengths.len()).partition(|i| lengths[*i] <= capacity);
-    let short: Vec<i64> = fitting.iter().map(|i| lengths[*i]).collect();
-    let bins = best_fit_decreasing(&short, capacity);
-    let bins = bins.into_iter().map(|bin| bin.into_iter().map(|i| fitting[i]).collect());
-    bins.chain(alone.into_iter().map(|i| vec![i])).collect()
 }
 
 /// Exactly `slots` bins, none empty: longest first into the lightest bin that has room. `None` where a sample finds none.
@@ -254,6 +346,9 @@ fn spread(lengths: &[i64], costs: &[Cost], capacity: i64, slots: usize) -> Optio
 
 /// Splits the heaviest bins of several samples in two until there are `slots`.
 fn split(bins: Vec<Vec<usize>>, costs: &[Cost], slots: usize) -> Vec<Vec<usize>> {
+    if bins.len() >= slots {
+        return bins;
+    }
     let (mut whole, mut bins): (Vec<_>, Vec<_>) = bins.into_iter().partition(|bin| bin.len() == 1);
     let mut heaviest: BinaryHeap<_> =
         bins.iter().enumerate().map(|(i, bin)| (cost_of(bin, costs), Reverse(i))).collect();

@@ -3,6 +3,8 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 
+use crate::left::Left;
+
 /// Best fit decreasing: each sample, longest first, goes where it leaves the least room. Every length is at most
 /// `capacity`. Ties go to the earlier sample and, among equally full bins, to the one filled last, so the same input
 /// gives the same bins. O(n + capacity), and O(n log n) where the capacity is so large that a table of it would not pay.
@@ -139,6 +141,86 @@ impl Rooms for Table {
         for words in &mut self.levels {
             words[place / 64] |= 1 << (place % 64);
             place /= 64;
+        }
+    }
+}
+
+/// A second method, slower than best fit and better where a bin holds two to four samples: fills one bin after the other,
+/// with the longest sample that is left and what, of some hundred combinations, leaves the least room beside it.
+/// `breadth` is how many samples are tried at each place of a combination: few keep short samples for the bins to come, and
+/// many fill the first bins better. Which of the two is better depends on the lengths.
+pub fn fill_each(lengths: &[i64], capacity: i64, breadth: usize) -> Vec<Vec<usize>> {
+    let sorted = sorted(lengths);
+    let mut left = Left::new(&sorted);
+    let mut search = Search { breadth, ..Search::default() };
+    let mut bins = Vec::new();
+    while let Some(first) = left.longest(0) {
+        left.take(first);
+        let room = capacity - sorted[first].0;
+        search.tries = MAX_TRIES.min(WORK / lengths.len());
+        search.best_room = room + 1;
+        search.on_top(&mut left, first + 1, room);
+        let members = [first].into_iter().chain(search.best.iter().copied());
+        bins.push(members.map(|place| sorted[place].1).collect());
+        for place in &search.best {
+            left.take(*place);
+        }
+    }
+    bins
+}
+
+/// Combinations that are tried for a bin, and about how many for all bins together: bounds in work.
+const MAX_TRIES: usize = 500;
+const WORK: usize = 1 << 18;
+
+/// As few bins as several methods find, and no more of them tried than `enough` asks for: it says whether so many bins
+/// could not be fewer, or would not help if they were. Every length is at most `capacity`.
+pub fn few_bins(lengths: &[i64], capacity: i64, enough: impl Fn(usize) -> bool) -> Vec<Vec<usize>> {
+    let mut best = best_fit_decreasing(lengths, capacity);
+    // With fewer tries than this for each bin the second method finds nothing.
+    if lengths.len() <= WORK / 16 {
+        for breadth in [4, 10, 40, MAX_TRIES] {
+            if enough(best.len()) {
+                break;
+            }
+            let bins = fill_each(lengths, capacity, breadth);
+            if bins.len() < best.len() {
+                best = bins;
+            }
+        }
+    }
+    best
+}
+
+/// The search for what fills a bin best.
+#[derive(Default)]
+struct Search {
+    breadth: usize,
+    tries: usize,
+    chosen: Vec<usize>,
+    best: Vec<usize>,
+    best_room: i64,
+}
+
+impl Search {
+    /// Tries samples from `place` on, longest first, on top of those that are chosen, which leave `room`.
+    fn on_top(&mut self, left: &mut Left<'_>, place: usize, room: i64) {
+        if room < self.best_room {
+            self.best_room = room;
+            self.best.clone_from(&self.chosen);
+        }
+        let mut place = place.max(left.place_within(room));
+        for _ in 0..self.breadth {
+            let Some(found) = left.longest(place).filter(|_| self.tries > 0 && self.best_room > 0) else {
+                return;
+            };
+            self.tries -= 1;
+            let length = left.sorted[found].0;
+            self.chosen.push(found);
+            self.on_top(left, found + 1, room - length);
+            self.chosen.pop();
+            // Another of the same length is as good.
+            place = left.place_within(length - 1);
         }
     }
 }

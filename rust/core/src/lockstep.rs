@@ -9,19 +9,21 @@ use std::collections::binary_heap::PeekMut;
 
 use crate::bins::{filled, sorted};
 use crate::cost::{Cost, total};
+use crate::left::Left;
 
 /// How much more than an even share of what is left a round may take: what is above that waits for the next one.
 const SHARES: [f64; 12] = [1.0, 1.001, 1.002, 1.005, 1.01, 1.015, 1.02, 1.03, 1.05, 1.08, 1.15, 1.3];
 
-/// At least two shares are tried, and all of them where there are not many samples: a bound in work.
+/// How many samples are placed, over all shares that are tried: a bound in work. Where there are more samples than this,
+/// what is dealt in order is as even.
 const WORK: usize = 1 << 17;
 
 /// Fills `rounds` rounds of `dp_size` micro-batches, none empty, and returns round after round.
 ///
 /// Each round is filled up to a level: the cost of its longest sample, or its share where that is more. The lightest
 /// micro-batch takes the longest sample that is left and that both the cap and the level have room for. Several shares
-/// are tried and the best is kept. `None` where no share places every sample under the cap, or where there are fewer
-/// samples than micro-batches. A longer sample costs no less.
+/// are tried and the best is kept. `None` where no share places every sample under the cap, and where there are fewer
+/// samples than micro-batches or too many to try. A longer sample costs no less.
 pub fn level_fill(
     lengths: &[i64],
     costs: &[Cost],
@@ -29,13 +31,16 @@ pub fn level_fill(
     dp_size: usize,
     rounds: usize,
 ) -> Option<Vec<Vec<usize>>> {
+    let tries = (WORK / lengths.len().max(1)).min(SHARES.len());
+    if tries == 0 {
+        return None;
+    }
     let sorted = sorted(lengths);
     let costs_in_order: Vec<Cost> = sorted.iter().map(|(_, sample)| costs[*sample]).collect();
-    let tries = (WORK / lengths.len().max(1)).clamp(2, SHARES.len());
-    let fills = SHARES[..].iter().step_by(SHARES.len().div_ceil(tries)).filter_map(|share| {
-        let mut left = Left::new(&sorted, &costs_in_order);
-        left.fill(capacity, dp_size, rounds, *share)
-    });
+    let fills = SHARES
+        .iter()
+        .step_by(SHARES.len().div_ceil(tries))
+        .filter_map(|share| Filling::new(&sorted, &costs_in_order).fill(capacity, dp_size, rounds, *share));
     let (_, bin_of) = fills.min_by_key(|(waited, _)| *waited)?;
     let mut sizes = vec![0; rounds * dp_size];
     for bin in &bin_of {
@@ -44,44 +49,30 @@ pub fn level_fill(
     Some(filled(&sizes, sorted.into_iter().map(|(_, sample)| sample), bin_of))
 }
 
-/// Samples that are not placed yet, longest first.
-struct Left<'a> {
-    sorted: &'a [(i64, usize)],
+/// Samples that are not placed yet, and what they cost.
+struct Filling<'a> {
+    left: Left<'a>,
     costs: &'a [Cost],
-    /// The next sample from each one on that may still be there: itself, until it is taken.
-    next: Vec<usize>,
-    count: usize,
     cost: Cost,
 }
 
-impl<'a> Left<'a> {
+impl<'a> Filling<'a> {
     fn new(sorted: &'a [(i64, usize)], costs: &'a [Cost]) -> Self {
-        let cost = total(costs.iter().copied());
-        Self { sorted, costs, next: (0..=sorted.len()).collect(), count: sorted.len(), cost }
-    }
-
-    /// The longest of those from `place` on.
-    fn longest(&mut self, mut place: usize) -> Option<usize> {
-        while self.next[place] != place {
-            self.next[place] = self.next[self.next[place]];
-            place = self.next[place];
-        }
-        (place < self.sorted.len()).then_some(place)
+        Self { left: Left::new(sorted), costs, cost: total(costs.iter().copied()) }
     }
 
     /// The longest that is within `room` and costs at most `spare`.
     fn fitting(&mut self, room: i64, spare: Cost) -> Option<usize> {
         // Of a model that costs less for more this finds something else, but nothing over the cap.
-        let within = self.sorted.partition_point(|(length, _)| *length > room);
+        let within = self.left.place_within(room);
         let cheap = self.costs[within..].partition_point(|cost| *cost > spare);
-        self.longest(within + cheap)
+        self.left.longest(within + cheap)
     }
 
     fn take(&mut self, place: usize) -> (i64, Cost) {
-        self.next[place] = place + 1;
-        self.count -= 1;
+        self.left.take(place);
         self.cost -= self.costs[place].min(self.cost);
-        (self.sorted[place].0, self.costs[place])
+        (self.left.sorted[place].0, self.costs[place])
     }
 
     /// What all rounds take together, and the micro-batch of each sample.
@@ -93,19 +84,19 @@ impl<'a> Left<'a> {
         share: f64,
     ) -> Option<(Cost, Vec<usize>)> {
         let mut waited: Cost = 0;
-        let mut bin_of = vec![0; self.sorted.len()];
+        let mut bin_of = vec![0; self.left.sorted.len()];
         let mut room = vec![0; dp_size];
         for round in 0..rounds {
             let slots_later = (rounds - round - 1) * dp_size;
             let even = self.cost as f64 / (slots_later + dp_size) as f64;
             let level = match slots_later {
                 0 => Cost::MAX,
-                _ => self.costs[self.longest(0)?].max((share * even) as Cost),
+                _ => self.costs[self.left.longest(0)?].max((share * even) as Cost),
             };
             // One each, so that none is empty; also what is over the cap.
             let mut lightest = BinaryHeap::with_capacity(dp_size);
             for (bin, room) in room.iter_mut().enumerate() {
-                let place = self.longest(0)?;
+                let place = self.left.longest(0)?;
                 let (length, cost) = self.take(place);
                 bin_of[place] = round * dp_size + bin;
                 *room = capacity - length;
@@ -113,7 +104,7 @@ impl<'a> Left<'a> {
             }
             let mut heaviest = lightest.iter().map(|Reverse((load, _))| *load).max()?;
             // One is kept in hand for each micro-batch to come.
-            while self.count > slots_later
+            while self.left.count > slots_later
                 && let Some(mut top) = lightest.peek_mut()
             {
                 let Reverse((load, bin)) = *top;
@@ -130,7 +121,7 @@ impl<'a> Left<'a> {
             }
             waited = waited.saturating_add(heaviest);
         }
-        (self.count == 0).then_some((waited, bin_of))
+        (self.left.count == 0).then_some((waited, bin_of))
     }
 }
 

@@ -12,6 +12,7 @@ use crate::cost::{Cost, CostModel, total};
 use crate::cut::{Cut, MAX_TOKENS};
 use crate::error::plan_error;
 use crate::ids::{Grouping, NO_ID, Numbered};
+use crate::keep::{Keep, schedule_units};
 use crate::steps::{Remainder, StepSize, steps};
 use crate::summary::Summary;
 use crate::weights::{Mode, Totals, sample_weights};
@@ -44,6 +45,8 @@ pub struct Options {
     pub micro_batch_multiple: i64,
     pub cost: CostModel,
     pub sync: Sync,
+    /// What has to be on one rank as a whole.
+    pub keep: Option<Keep>,
 }
 
 /// The counts of one step.
@@ -111,7 +114,17 @@ pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
             "loss_aggregation 'prompt_mean' needs prompt groups, and this summary has none; summarize with groups=True"
         );
     }
+    if options.keep == Some(Keep::Groups) && summary.group.is_none() {
+        return plan_error!(
+            "keep_together 'group' needs prompt groups, and this summary has none; summarize with groups=True"
+        );
+    }
     let numbered = number(summary)?;
+    let whole_groups = match options {
+        Options { mode: Mode::PromptMean, .. } => Some("prompt_mean"),
+        Options { keep: Some(Keep::Groups), .. } => Some("keep_together='group'"),
+        _ => None,
+    };
     let describe = |sample: usize| match &summary.group {
         Some(ids) => format!("group {}", show(&ids.values, sample)),
         None => format!("the group of row {}", summary.row[sample]),
@@ -121,7 +134,7 @@ pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
         numbered.groups.as_deref(),
         options.step_size,
         options.remainder,
-        options.mode == Mode::PromptMean,
+        whole_groups,
         describe,
     )?;
     let mut plan = Plan {
@@ -233,8 +246,18 @@ impl Plan {
             }
         }
         let costs: Vec<Cost> = lengths.iter().map(|s| options.cost.cost(*s)).collect();
-        let micro_batches = schedule(index, &lengths, &costs, shape)?;
-        waits.add(&micro_batches, samples, &lengths, &costs, summary, options, shape)?;
+        let units = options.keep.and_then(|keep| {
+            let units = match keep {
+                Keep::Rollouts => &numbered.rollouts,
+                Keep::Groups => numbered.groups.as_ref()?,
+            };
+            Some((keep, samples.iter().map(|s| units[*s]).collect::<Vec<_>>()))
+        });
+        let micro_batches = match units {
+            Some((keep, units)) => schedule_units(index, &lengths, &costs, &units, keep, shape)?,
+            None => schedule(index, &lengths, &costs, shape)?,
+        };
+        waits.add(&micro_batches, samples, &lengths, summary, options, shape)?;
 
         let count = |units: &[usize]| units_of(samples, units, &summary.mask_sum, options.count_empty);
         let step = Step {
@@ -308,8 +331,9 @@ impl Plan {
         )
     }
 
-    /// One row a placed sample; the last columns, from `response_length` on, are for packing.
-    pub fn to_batch(&self, dp_size: usize) -> Result<RecordBatch> {
+    /// Hands out the placed samples, one row each; the plan keeps its steps, their bounds and its ratios. The last columns,
+    /// from `response_length` on, are for packing.
+    pub fn take_batch(&mut self, dp_size: usize) -> Result<RecordBatch> {
         let mut place: [Vec<i64>; 4] = Default::default();
         let mut bounds = self.offsets.windows(2);
         for (step, counts) in self.steps.iter().enumerate() {
@@ -324,23 +348,25 @@ impl Plan {
                 place[3].extend(0..to - from);
             }
         }
-        let integers = |values: &[i64]| -> ArrayRef { Arc::new(Int64Array::from(values.to_vec())) };
-        let [step, rank, micro_batch, position] = &place;
+        let integers =
+            |values: &mut Vec<i64>| -> ArrayRef { Arc::new(Int64Array::from(std::mem::take(values))) };
+        let [step, rank, micro_batch, position] = &mut place;
         let mut columns = vec![
             ("step", integers(step)),
             ("dp_rank", integers(rank)),
             ("micro_batch", integers(micro_batch)),
             ("position", integers(position)),
-            ("row", integers(&self.row)),
-            ("total_length", integers(&self.total_length)),
-            ("mask_sum", integers(&self.mask_sum)),
-            ("rollout_mask_sum", integers(&self.rollout_mask_sum)),
+            ("row", integers(&mut self.row)),
+            ("total_length", integers(&mut self.total_length)),
+            ("mask_sum", integers(&mut self.mask_sum)),
+            ("rollout_mask_sum", integers(&mut self.rollout_mask_sum)),
         ];
-        columns.extend(self.prompt_mask_sum.as_deref().map(|sums| ("prompt_mask_sum", integers(sums))));
-        columns.push(("sample_weight", Arc::new(Float64Array::from(self.sample_weight.clone()))));
-        columns.push(("response_length", integers(&self.response_length)));
-        columns.push(("rollout_index", integers(&self.rollout_index)));
-        columns.extend(self.prompt_index.as_deref().map(|index| ("prompt_index", integers(index))));
+        columns.extend(self.prompt_mask_sum.as_mut().map(|sums| ("prompt_mask_sum", integers(sums))));
+        columns
+            .push(("sample_weight", Arc::new(Float64Array::from(std::mem::take(&mut self.sample_weight)))));
+        columns.push(("response_length", integers(&mut self.response_length)));
+        columns.push(("rollout_index", integers(&mut self.rollout_index)));
+        columns.extend(self.prompt_index.as_mut().map(|index| ("prompt_index", integers(index))));
         let fields: Vec<_> =
             columns.iter().map(|(n, a)| Field::new(*n, a.data_type().clone(), false)).collect();
         let arrays = columns.into_iter().map(|(_, array)| array).collect();
@@ -365,15 +391,21 @@ impl Waits {
         micro_batches: &[Vec<usize>],
         samples: &[usize],
         lengths: &[i64],
-        costs: &[Cost],
         summary: &Summary,
         options: &Options,
         shape: &Shape,
     ) -> Result<()> {
-        let padded: Vec<i64> = micro_batches
+        // In one go, and each cost anew: looking them up, in no order at all, would take longer.
+        let of = |micro_batch: &Vec<usize>| {
+            micro_batch.iter().map(|s| lengths[*s]).fold((0i64, 0), |(tokens, cost): (_, Cost), length| {
+                (tokens.saturating_add(length), cost.saturating_add(options.cost.cost(length)))
+            })
+        };
+        let (padded, loads): (Vec<i64>, Vec<Cost>) = micro_batches
             .iter()
-            .map(|m| options.cut.padded_total(m.iter().fold(0i64, |sum, s| sum.saturating_add(lengths[*s]))))
-            .collect();
+            .map(of)
+            .map(|(tokens, cost)| (options.cut.padded_total(tokens), cost))
+            .unzip();
         let longest = padded.iter().copied().max().unwrap_or(0);
         if longest > MAX_TOKENS {
             return plan_error!(
@@ -386,7 +418,6 @@ impl Waits {
         };
         self.tokens += samples.iter().map(|s| summary.total_length[*s]).sum::<i64>();
         self.room += padded.iter().map(|p| budget.max(*p)).sum::<i64>();
-        let loads: Vec<Cost> = micro_batches.iter().map(|m| total(m.iter().map(|s| costs[*s]))).collect();
         let per_rank = loads.len() / shape.dp_size;
         let slowest = match shape.sync {
             Sync::Step => loads.chunks(per_rank).map(|rank| total(rank.iter().copied())).max().unwrap_or(0),

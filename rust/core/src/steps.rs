@@ -41,13 +41,13 @@ pub struct Steps {
 }
 
 /// Cuts samples into steps. `rollouts` and `groups` number each sample's rollout and group in first-seen order.
-/// `whole_groups`: a group may not lie in two steps; `describe` names a group for the error.
+/// `whole_groups`: who needs it that no group lies in two steps; `describe` names a group for the error.
 pub fn steps(
     rollouts: &[usize],
     groups: Option<&[usize]>,
     size: StepSize,
     remainder: Remainder,
-    whole_groups: bool,
+    whole_groups: Option<&str>,
     describe: impl Fn(usize) -> String,
 ) -> Result<Steps> {
     let (units, per_step, name, what): (&[usize], usize, &str, &str) = match (size, groups) {
@@ -70,8 +70,8 @@ pub fn steps(
     for (sample, unit) in units.iter().enumerate() {
         samples[unit / per_step].push(sample);
     }
-    if whole_groups && let Some(groups) = groups {
-        whole(&samples, groups, name, per_step, describe)?;
+    if let (Some(who), Some(groups)) = (whole_groups, groups) {
+        whole(&samples, groups, name, per_step, who, describe)?;
     }
     let mut dropped = Vec::new();
     if rest != 0 {
@@ -103,6 +103,7 @@ fn whole(
     groups: &[usize],
     name: &str,
     per_step: usize,
+    who: &str,
     describe: impl Fn(usize) -> String,
 ) -> Result<()> {
     let num_groups = groups.iter().max().map_or(0, |last| last + 1);
@@ -111,7 +112,7 @@ fn whole(
         let known = &mut step_of[groups[sample]];
         if *known != usize::MAX && *known != step {
             return plan_error!(
-                "{name} {per_step} cuts {} between steps {known} and {step}, and prompt_mean needs whole groups. Use \
+                "{name} {per_step} cuts {} between steps {known} and {step}, and {who} needs whole groups. Use \
                  prompts_per_step=, or a {name} that falls between groups",
                 describe(sample)
             );

@@ -18,7 +18,7 @@ pub(crate) fn even_out(
     const PARTNERS: usize = 8;
     const SWAPS: usize = 16;
     /// A part that is heavier than the mean by less than one in so many is even.
-    const EVEN: Cost = 20_000;
+    const EVEN: Cost = 10_000;
     let num_parts = bins.len().div_ceil(per_part);
     let mut by_load: BTreeSet<(Cost, usize)> =
         bins.chunks(per_part).map(|part| total(part.iter().flatten().map(|s| costs[*s]))).zip(0..).collect();
@@ -51,9 +51,8 @@ pub(crate) fn even_out(
         room[b.bin] -= longer;
         let sample = bins[a.bin][a.place];
         bins[a.bin][a.place] = std::mem::replace(&mut bins[b.bin][b.place], sample);
-        (parts[heavy][i].cost, parts[light][j].cost) = (b.cost, a.cost);
-        parts[heavy].sort_unstable();
-        parts[light].sort_unstable();
+        replace(&mut parts[heavy], i, Member { cost: b.cost, ..a });
+        replace(&mut parts[light], j, Member { cost: a.cost, ..b });
         for (old, part, new) in
             [(load, heavy, load - (a.cost - b.cost)), (lighter, light, lighter + (a.cost - b.cost))]
         {
@@ -85,6 +84,13 @@ fn members(bins: &[Vec<usize>], of: Range<usize>, costs: &[Cost]) -> Vec<Member>
     members
 }
 
+/// Puts another member in the place of one, and keeps the order.
+fn replace(members: &mut Vec<Member>, old: usize, new: Member) {
+    members.remove(old);
+    let place = members.partition_point(|member| *member < new);
+    members.insert(place, new);
+}
+
 /// The pair whose costs differ by closest to half of `gap`, among those tried that lower the heavier part and are
 /// `allowed`. Both parts are sorted by cost.
 fn best_swap(
@@ -93,8 +99,10 @@ fn best_swap(
     gap: Cost,
     allowed: impl Fn(&Member, &Member) -> bool,
 ) -> Option<(usize, usize)> {
+    /// How many samples of the heavier part are tried, spread over all of its costs: a bound in work.
+    const ITEMS: usize = 1024;
     let mut best: Option<(Cost, usize, usize)> = None;
-    for (i, item) in heavy.iter().enumerate() {
+    for (i, item) in heavy.iter().enumerate().step_by(heavy.len().div_ceil(ITEMS).max(1)) {
         let near = light.partition_point(|other| other.cost < item.cost.saturating_sub(gap / 2));
         // Those next to what is wanted, and then ever closer to the item's own cost, for which there is room more often.
         let beyond = (1..).map(|n| near + (1 << n)).take_while(|j| *j < light.len());

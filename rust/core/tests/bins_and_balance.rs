@@ -5,8 +5,8 @@ mod common;
 
 use common::{cases, plan_error};
 use proptest::prelude::*;
-use rollpack_core::balance::{Limit, Shape, Sync, lpt, schedule};
-use rollpack_core::bins::{best_fit_decreasing, longest_first};
+use rollpack_core::balance::{Limit, Shape, Sync, differencing, lpt, partition, schedule};
+use rollpack_core::bins::{best_fit_decreasing, few_bins, fill_each, longest_first};
 use rollpack_core::cost::{Cost, CostModel, total};
 
 fn tokens(capacity: i64, dp_size: usize) -> Shape {
@@ -42,6 +42,38 @@ fn best_fit_leaves_the_least_room() {
     // First fit would put the 2 beside the 6, where it leaves room of 2; beside the 8 it leaves none.
     assert_eq!(best_fit_decreasing(&[6, 8, 2], 10), [vec![1, 2], vec![0]]);
     assert!(best_fit_decreasing(&[], 10).is_empty());
+}
+
+#[test]
+fn a_second_method_finds_what_best_fit_does_not() {
+    // Best fit puts 4 and 4 together, beside which there is no room for a 3.
+    let lengths = [4, 4, 3, 3, 3, 3];
+    assert_eq!(best_fit_decreasing(&lengths, 10).len(), 3);
+    assert_eq!(fill_each(&lengths, 10, 4), [vec![0, 2, 3], vec![1, 4, 5]]);
+    assert_eq!(few_bins(&lengths, 10, |found| found <= 2).len(), 2);
+    assert_eq!(few_bins(&lengths, 10, |_| true).len(), 3); // nobody asked for fewer
+    assert_eq!(packed(&lengths, tokens(10, 1)), vec![vec![4, 3, 3]; 2]);
+    // Two ranks have one each then; what is over the cap is alone as before.
+    assert_eq!(packed(&lengths, tokens(10, 2)).len(), 2);
+    assert_eq!(packed(&[4, 4, 3, 3, 3, 3, 11], tokens(10, 1)).len(), 3);
+    assert!(fill_each(&[], 10, 4).is_empty());
+}
+
+#[test]
+fn differencing_beats_lpt_and_the_other_way_round() {
+    // The textbook's: LPT 8 + 5 + 4 and 7 + 6; differencing 8 - 7 = 1, 6 - 5 = 1, 4 - 1 = 3, 3 - 1 = 2: 16 and 14.
+    let costs = [8, 7, 6, 5, 4];
+    let loads = |parts: Vec<Vec<usize>>, costs: &[Cost]| {
+        let mut loads: Vec<Cost> = parts.iter().map(|p| p.iter().map(|i| costs[*i]).sum()).collect();
+        loads.sort_unstable();
+        loads
+    };
+    assert_eq!(loads(lpt(&costs, &[5, 5], 0), &costs), [13, 17]);
+    assert_eq!(loads(differencing(&costs, 2), &costs), [14, 16]);
+    assert_eq!(loads(partition(&costs, 2), &costs), [14, 16]);
+    // Parts without an item, and none to deal.
+    assert_eq!(loads(differencing(&[3, 1], 4), &[3, 1]), [0, 0, 1, 3]);
+    assert_eq!(partition(&[], 2), [vec![], vec![]] as [Vec<usize>; 2]);
 }
 
 #[test]
@@ -281,8 +313,14 @@ proptest! {
     #![proptest_config(cases(200))]
 
     #[test]
-    fn bins_hold_everything_once_and_are_few(lengths in prop::collection::vec(1..30_i64, 0..60)) {
-        let bins = best_fit_decreasing(&lengths, 30);
+    fn bins_hold_everything_once_and_are_few(
+        lengths in prop::collection::vec(1..30_i64, 0..60),
+        breadth in 0..12_usize,
+    ) {
+        let bins = match breadth {
+            0 => best_fit_decreasing(&lengths, 30),
+            _ => fill_each(&lengths, 30, breadth),
+        };
         let mut placed = bins.concat();
         placed.sort_unstable();
         prop_assert_eq!(placed, (0..lengths.len()).collect::<Vec<_>>());
@@ -347,8 +385,12 @@ proptest! {
 
     /// Whoever got the last item was the lightest then: no two parts are further apart than one item.
     #[test]
-    fn lpt_is_even(costs in prop::collection::vec(1..1000_u128, 1..60), parts in 1..8_usize) {
-        let given = lpt(&costs, &vec![costs.len(); parts], 0);
+    fn free_partitions_are_even(
+        costs in prop::collection::vec(1..1000_u128, 1..60),
+        parts in 1..8_usize,
+        best in any::<bool>(),
+    ) {
+        let given = if best { partition(&costs, parts) } else { lpt(&costs, &vec![costs.len(); parts], 0) };
         let loads: Vec<Cost> = given.iter().map(|p| p.iter().map(|i| costs[*i]).sum()).collect();
         let longest = *costs.iter().max().unwrap();
         let (most, least) = (*loads.iter().max().unwrap(), *loads.iter().min().unwrap());

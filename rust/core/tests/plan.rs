@@ -12,6 +12,7 @@ use proptest::prelude::*;
 use rollpack_core::balance::Sync;
 use rollpack_core::cost::CostModel;
 use rollpack_core::cut::{Cut, Layout};
+use rollpack_core::keep::Keep;
 use rollpack_core::plan::{Budget, Options, Plan, Step, plan, shape};
 use rollpack_core::steps::{Remainder, StepSize};
 use rollpack_core::summary::Summary;
@@ -154,14 +155,14 @@ fn too_few_samples_says_how_many_are_missing() {
 
 #[test]
 fn placeholders_count_in_k_and_in_nothing_else() {
-    let plan = plan(&lengths(&[5]), &Options { dp_size: 2, placeholders: true, ..options(10) }).unwrap();
+    let mut plan = plan(&lengths(&[5]), &Options { dp_size: 2, placeholders: true, ..options(10) }).unwrap();
     let expected = Step { num_rollouts: 1, num_prompts: None, num_tokens: 4, num_micro_batches: 1 };
     assert_eq!(plan.steps, [expected]);
     let mut found = micro_batches(&plan);
     found.sort();
     assert_eq!(found, [vec![], vec![0]]);
-    assert_eq!(plan.to_batch(2).unwrap().num_rows(), 1);
     assert_eq!(plan.sample_weight, [0.25]);
+    assert_eq!(plan.take_batch(2).unwrap().num_rows(), 1);
 }
 
 #[test]
@@ -190,6 +191,73 @@ fn fill_and_imbalance() {
     let waiting = Options { dp_size: 2, sync: Sync::MicroBatch, ..options(9) };
     let waits = plan(&lengths(&[9, 8, 5, 4]), &waiting).unwrap();
     assert_eq!((waits.fill, waits.imbalance), (26.0 / 36.0, 14.0 / 13.0));
+}
+
+#[test]
+fn whole_units_are_on_one_rank() {
+    // Rollouts 0 and 1 are of group 0, and 2 and 3 of group 1. Two samples of 4 fit into a micro-batch of 8.
+    let summary = grouped(rows(&[(4, 1); 8]), &[0, 1, 2, 3, 0, 1, 2, 3], &[0, 0, 1, 1, 0, 0, 1, 1]);
+    let ranks = |keep, dp_size| {
+        let plan = plan(&summary, &Options { keep: Some(keep), dp_size, ..options(8) }).unwrap();
+        let per_rank = plan.steps[0].num_micro_batches as usize;
+        let mut ranks: Vec<Vec<i64>> = micro_batches(&plan).chunks(per_rank).map(<[_]>::concat).collect();
+        for rank in &mut ranks {
+            rank.sort_unstable();
+        }
+        ranks.sort();
+        ranks
+    };
+    assert_eq!(ranks(Keep::Groups, 2), [[0, 1, 4, 5], [2, 3, 6, 7]]);
+    assert_eq!(ranks(Keep::Rollouts, 4), [[0, 4], [1, 5], [2, 6], [3, 7]]);
+    for sync in [Sync::Step, Sync::MicroBatch] {
+        // Groups of 4 + 4 + 4 and of 1: three micro-batches of one rank, and the other has only one sample for them.
+        let uneven = grouped(rows(&[(4, 1), (4, 1), (4, 1), (1, 0)]), &[0, 1, 2, 3], &[0, 0, 0, 1]);
+        let kept = Options { keep: Some(Keep::Groups), dp_size: 2, sync, ..options(4) };
+        plan_error(
+            plan(&uneven, &kept),
+            &["step 0 has 3 micro-batches", "keep_together='group'", "only 1", "placeholders=True"],
+        );
+        let filled = plan(&uneven, &Options { placeholders: true, ..kept }).unwrap();
+        let mut lengths: Vec<usize> = micro_batches(&filled).iter().map(Vec::len).collect();
+        lengths.sort_unstable();
+        assert_eq!(lengths, [0, 0, 1, 1, 1, 1]);
+        // By number of samples, each rank has its own.
+        let by_count = plan(&summary, &Options { budget: Budget::Samples(3), ..kept }).unwrap();
+        assert_eq!(micro_batches(&by_count).iter().map(Vec::len).collect::<Vec<_>>(), [2; 4]);
+    }
+    plan_error(
+        plan(&summary, &Options { keep: Some(Keep::Groups), dp_size: 4, ..options(8) }),
+        &["step 0 has 2 whole groups for dp_size 4", "at least one on each rank", "leave keep_together out"],
+    );
+    plan_error(
+        plan(&lengths(&[3, 3]), &Options { keep: Some(Keep::Groups), ..options(8) }),
+        &["keep_together 'group' needs prompt groups", "groups=True"],
+    );
+    // A group that a boundary cuts is not whole.
+    let cut_by = Options { keep: Some(Keep::Groups), step_size: StepSize::Rollouts(3), ..options(8) };
+    plan_error(
+        plan(&summary, &Options { remainder: Remainder::Keep, ..cut_by }),
+        &["group 1", "between steps 0 and 1", "keep_together='group' needs whole groups"],
+    );
+    assert_eq!(Keep::parse("rollout"), Ok(Keep::Rollouts));
+    plan_error(Keep::parse("prompt"), &["keep_together is 'prompt'", "group, rollout or None"]);
+}
+
+#[test]
+fn units_are_dealt_so_that_few_micro_batches_are_needed() {
+    // Rollouts of one sample of 6 and three times 2 + 2 + 2. Under s * s 36 beside 12 + 12 + 12 is even, and the second
+    // rank has 18 tokens, three micro-batches of 6. By tokens it is two on each.
+    let summary = grouped(
+        rows(&[(6, 1), (2, 1), (2, 1), (2, 1), (2, 1), (2, 1), (2, 1), (2, 1), (2, 1), (2, 1)]),
+        &[0, 1, 1, 1, 2, 2, 2, 3, 3, 3],
+        &[],
+    );
+    let quadratic = CostModel::new(0, 1).unwrap();
+    let kept = Options { keep: Some(Keep::Rollouts), dp_size: 2, cost: quadratic, ..options(6) };
+    assert_eq!(plan(&summary, &kept).unwrap().steps[0].num_micro_batches, 2);
+    // Where there is room for it, by cost: the 6 alone beside the others.
+    let plan = plan(&summary, &Options { budget: Budget::TokensPerGpu(18), ..kept }).unwrap();
+    assert_eq!((micro_batches(&plan)[0].as_slice(), plan.imbalance), (&[0_i64][..], 1.0));
 }
 
 // Steps
@@ -437,7 +505,7 @@ fn a_plan_as_arrow() {
     let summary = grouped(rows(&[(7, 1), (5, 2), (3, 1), (5, 3)]), &[0, 1, 2, 3], &[0, 0, 1, 1]);
     let by_prompt =
         Options { mode: Mode::PromptMean, step_size: StepSize::Prompts(1), dp_size: 2, ..options(10) };
-    let batch = plan(&summary, &by_prompt).unwrap().to_batch(2).unwrap();
+    let batch = plan(&summary, &by_prompt).unwrap().take_batch(2).unwrap();
     let names: Vec<_> = batch.schema().fields().iter().map(|f| f.name().clone()).collect();
     let expected = [
         "step",
@@ -470,7 +538,7 @@ fn a_plan_as_arrow() {
     let weights = batch.column_by_name("sample_weight").unwrap().as_primitive::<Float64Type>();
     assert_eq!(weights.values().to_vec(), [1.0 / 3.0, 1.0 / 3.0, 1.0 / 4.0, 1.0 / 4.0]);
 
-    let together = plan(&summary, &options(100)).unwrap().to_batch(1).unwrap();
+    let together = plan(&summary, &options(100)).unwrap().take_batch(1).unwrap();
     assert!(together.column_by_name("prompt_mask_sum").is_none());
     let position = together.column_by_name("position").unwrap().as_primitive::<Int64Type>();
     assert_eq!(position.values().to_vec(), [0, 1, 2, 3]);
@@ -541,19 +609,21 @@ fn case() -> impl Strategy<Value = Case> {
     ];
     let remainder =
         prop_oneof![1 => Just(Remainder::Error), 2 => Just(Remainder::Drop), 3 => Just(Remainder::Keep)];
+    let keep = prop_oneof![3 => Just(None), 1 => Just(Some(Keep::Rollouts)), 1 => Just(Some(Keep::Groups))];
     let mode =
         prop::sample::select(vec![Mode::SampleMean, Mode::PromptMean, Mode::TokenMean, Mode::Constant]);
     (
         samples_and_ids(),
         (mode, 0.1..100.0_f64, budget, step_size, remainder),
         (1..5_i64, 1..5_i64, any::<bool>(), 1..6_i64, 1..20_i64),
-        (any::<bool>(), any::<bool>(), any::<bool>(), 1..4_i64, any::<bool>(), any::<bool>()),
+        (any::<bool>(), any::<bool>(), any::<bool>(), 1..4_i64, any::<bool>(), any::<bool>(), keep),
     )
         .prop_map(|(data, meaning, sizes, flags)| {
             let (samples, rollouts, groups, keyed, has_groups) = data;
             let (mode, divisor, budget, step_size, remainder) = meaning;
             let (dp_size, cp_size, zigzag, pad, pad_micro_batch) = sizes;
-            let (count_empty, oversize_alone, placeholders, micro_batch_multiple, attention, waits) = flags;
+            let (count_empty, oversize_alone, placeholders, micro_batch_multiple, attention, waits, keep) =
+                flags;
             let layout = if zigzag { Layout::Zigzag } else { Layout::Contiguous };
             Case {
                 samples,
@@ -573,6 +643,7 @@ fn case() -> impl Strategy<Value = Case> {
                     micro_batch_multiple,
                     cost: if attention { CostModel::ATTENTION } else { CostModel::TOKENS },
                     sync: if waits { Sync::MicroBatch } else { Sync::Step },
+                    keep,
                 },
                 pads: (pad, pad_micro_batch),
             }
@@ -620,12 +691,12 @@ impl Case {
             .chunks(size)
             .map(|ids| all.clone().filter(|row| ids.contains(&unit[*row])).collect())
             .collect();
-        let prompt_mean = self.options.mode == Mode::PromptMean;
+        let whole_groups = self.options.mode == Mode::PromptMean || self.options.keep == Some(Keep::Groups);
         let cut_group = steps.iter().enumerate().any(|(i, a)| {
             steps[..i].iter().any(|b| a.iter().any(|x| b.iter().any(|y| group(*x) == group(*y))))
         });
-        let needs_groups = prompt_mean || matches!(self.options.step_size, StepSize::Prompts(_));
-        let mut refused = (needs_groups && self.groups.is_none()) || (prompt_mean && cut_group);
+        let needs_groups = whole_groups || matches!(self.options.step_size, StepSize::Prompts(_));
+        let mut refused = (needs_groups && self.groups.is_none()) || (whole_groups && cut_group);
         let mut dropped = BTreeSet::new();
         if incomplete {
             match self.options.remainder {
@@ -697,8 +768,9 @@ proptest! {
             Err(error) => {
                 prop_assert!(matches!(error, rollpack_core::Error::Plan(_)), "{:?}", error);
                 let tight = error.to_string().contains("does not hold one padded token");
-                let missing = error.to_string().contains("are missing");
-                prop_assert!(expected.refused || tight || (missing && !options.placeholders), "{}", error);
+                let missing = ["are missing", "needs at least one on each rank", "has only"];
+                let missing = missing.iter().any(|text| error.to_string().contains(text)) && !options.placeholders;
+                prop_assert!(expected.refused || tight || missing, "{}", error);
                 return Ok(());
             }
         };
@@ -742,6 +814,24 @@ proptest! {
         }
         prop_assert_eq!(plan.oversize_rows.iter().copied().collect::<BTreeSet<_>>(), oversize);
         prop_assert_eq!(plan.oversize_rows.iter().collect::<BTreeSet<_>>().len(), plan.oversize_rows.len());
+
+        // A unit that is kept together is on one rank of each step.
+        let mut bounds = plan.offsets.windows(2);
+        for step in &plan.steps {
+            let mut rank_of = BTreeMap::new();
+            for slot in 0..step.num_micro_batches * options.dp_size {
+                let Some(&[from, to]) = bounds.next() else { panic!("too few micro-batches") };
+                for row in &plan.row[from as usize..to as usize] {
+                    let unit = match options.keep {
+                        None => break,
+                        Some(Keep::Rollouts) => case.rollout(*row as usize),
+                        Some(Keep::Groups) => case.groups.as_ref().unwrap()[*row as usize],
+                    };
+                    let rank = slot / step.num_micro_batches;
+                    prop_assert_eq!(*rank_of.entry(unit).or_insert(rank), rank);
+                }
+            }
+        }
 
         // What is said of each row.
         let mut step_of = BTreeMap::new();

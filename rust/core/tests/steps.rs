@@ -13,12 +13,14 @@ fn cut(
     size: StepSize,
     remainder: Remainder,
 ) -> rollpack_core::Result<Steps> {
-    steps(rollouts, groups, size, remainder, false, |_| String::new())
+    steps(rollouts, groups, size, remainder, None, |_| String::new())
 }
 
 /// As under `prompt_mean`: groups have to be whole.
 fn cut_whole(rollouts: &[usize], groups: &[usize], size: StepSize) -> rollpack_core::Result<Steps> {
-    steps(rollouts, Some(groups), size, Remainder::Keep, true, |i| format!("the group of sample {i}"))
+    steps(rollouts, Some(groups), size, Remainder::Keep, Some("prompt_mean"), |i| {
+        format!("the group of sample {i}")
+    })
 }
 
 #[test]

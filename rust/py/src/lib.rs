@@ -16,6 +16,7 @@ use rollpack_core::check::Faults;
 use rollpack_core::columns;
 use rollpack_core::cost::CostModel;
 use rollpack_core::cut::{Cut, Layout};
+use rollpack_core::keep::Keep;
 use rollpack_core::pack::{self, Buffers, Planned, Size};
 use rollpack_core::plan::{self, Budget, Options};
 use rollpack_core::steps::{Remainder, StepSize};
@@ -154,6 +155,7 @@ struct PlanArguments {
     micro_batch_multiple: i64,
     cost: (u64, u64),
     sync: String,
+    keep_together: Option<String>,
 }
 
 fn choice(name: &str, value: &str, no: &str, yes: &str) -> Result<bool> {
@@ -199,6 +201,7 @@ impl PlanArguments {
             micro_batch_multiple: self.micro_batch_multiple,
             cost: CostModel::new(self.cost.0, self.cost.1)?,
             sync: Sync::parse(&self.sync)?,
+            keep: self.keep_together.as_deref().map(Keep::parse).transpose()?,
         })
     }
 }
@@ -239,8 +242,8 @@ fn make_plan(
     options: &PlanOptions,
 ) -> PyResult<Planning> {
     let (plan, batch) = released(py, move || {
-        let plan = plan::plan(&Summary::from_batch(&summary.into_inner(), &key, groups)?, &options.0)?;
-        let batch = plan.to_batch(options.0.dp_size as usize)?;
+        let mut plan = plan::plan(&Summary::from_batch(&summary.into_inner(), &key, groups)?, &options.0)?;
+        let batch = plan.take_batch(options.0.dp_size as usize)?;
         Ok((plan, batch))
     })?;
     let counts = |s: &plan::Step| (s.num_rollouts, s.num_prompts, s.num_tokens, s.num_micro_batches);

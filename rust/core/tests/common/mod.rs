@@ -147,6 +147,7 @@ pub fn options(max_tokens_per_gpu: i64) -> Options {
         micro_batch_multiple: 1,
         cost: CostModel::TOKENS,
         sync: Sync::Step,
+        keep: None,
     }
 }
 
