@@ -147,7 +147,7 @@ def schedule_of(plan: rollpack.Plan) -> list[list[list[int]]]:
 Row = dict[str, Any]
 
 
-def by_budget(name: str, lengths: np.ndarray, repeat: int) -> Iterator[Row]:
+def by_budget(name: str, lengths: np.ndarray, repeat: int, others_up_to: int) -> Iterator[Row]:
     work = f"by budget, {name} n={len(lengths):,}"
     bound = -(-int(lengths.sum()) // BUDGET)
     summary = summary_of(lengths)
@@ -160,9 +160,9 @@ def by_budget(name: str, lengths: np.ndarray, repeat: int) -> Iterator[Row]:
         "over_bound": found["bins"] - bound,
         "over": found["over"],
     }
-    if lengths.sum() < 2**31 - 1:
-        for way, result in others("pack", lengths, 1 if len(lengths) > 10_000 else 3).items():
-            yield {"work": work, "way": way, "over_bound": result.get("bins", bound) - bound, "over": 0, **result}
+    if len(lengths) <= others_up_to and lengths.sum() < 2**31 - 1:
+        for way, result in others("pack", lengths, 1).items():
+            yield {"work": work, "way": way, "over_bound": result.get("bins", bound) - bound, **result}
 
 
 def balance(name: str, lengths: np.ndarray, dp_size: int, repeat: int) -> Iterator[Row]:
@@ -211,7 +211,7 @@ def whole_way(samples: int, repeat: int, seed: int) -> Iterator[Row]:
     seconds, _ = timed(repeat, way)
     yield {"work": work, "way": "rollpack", "seconds": seconds}
     for name, result in others("whole", np.diff(data.token_offsets), 3).items():
-        yield {"work": work, "way": f"{name} (tokens, labels)", **result, "over": 0}
+        yield {"work": work, "way": f"{name} (tokens, labels)", **result}
     tokens, masks = data.table["tokens"].to_pylist(), data.table["loss_mask"].to_pylist()
     bins = schedule_of(rollpack.plan(data.table, max_tokens_per_gpu=BUDGET))[0]
     seconds, _ = timed(1, lambda: lists_to_torch(tokens, masks, bins))
@@ -285,10 +285,10 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
     traces = Path(args.traces)
     for n in args.sizes:
         repeat = 5 if n > 100_000 else 15
-        yield from by_budget("lognormal", lognormal(n, 2048, args.seed), repeat)
+        yield from by_budget("lognormal", lognormal(n, 2048, args.seed), repeat, args.others_up_to)
         real = resampled(traces, n, args.seed)
         if real is not None:
-            yield from by_budget("real", real, repeat)
+            yield from by_budget("real", real, repeat, args.others_up_to)
     for n, median, dp_size in ((1024, 2048, 8), (1024, 2048, 32), (512, 8192, 32), (8192, 2048, 64)):
         for seed in range(args.seed, args.seed + args.seeds):
             name = f"lognormal({median}) seed {seed}"
@@ -303,6 +303,7 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Plans and packing beside other public packers.")
     parser.add_argument("--sizes", type=int, nargs="*", default=[1024, 8192, 65536, 524288], help="samples packed by budget")
+    parser.add_argument("--others-up-to", type=int, default=8192, help="samples that others pack: more take them minutes")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each balance row")
     parser.add_argument("--seed", type=int, default=0, help="the first seed")
     parser.add_argument("--whole", type=int, default=2048, help="samples of the whole way")
