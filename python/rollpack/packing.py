@@ -147,9 +147,7 @@ def pack(
             shuffle of rows that are alike in these is not seen), or a value cannot be packed.
         SchemaError: a column is missing or has a type that cannot be read.
     """
-    step = plan._only_step() if step is None else step
-    plan._bounds(step, dp_rank, 0)
-    plan._check("cp_rank", cp_rank, plan.settings.cp_size)
+    step = plan._checked(step, dp_rank, cp_rank)
     if integer("num_threads", num_threads) < 1:
         raise PlanError(f"num_threads is {num_threads}; it has to be at least 1")
     packer = Packer(data, plan.columns, token_columns, sample_columns, rows=plan._rows_of(step, dp_rank))

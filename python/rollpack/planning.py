@@ -237,6 +237,17 @@ class Plan:
         counts = np.bincount(bins, minlength=int(self._first_bins[-1]))
         return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
+    def _checked(self, step: int | None, dp_rank: int, cp_rank: int) -> int:
+        """The step, the only one if None; and there is such a rank.
+
+        Raises:
+            PlanError: there is no such step or rank, or none was given and there are several steps.
+        """
+        step = self._only_step() if step is None else step
+        self._bounds(step, dp_rank, 0)
+        self._check("cp_rank", cp_rank, self.settings.cp_size)
+        return step
+
     def _bounds(self, step: int, dp_rank: int, micro_batch: int) -> slice:
         per_rank = self._step(step).num_micro_batches
         self._check("dp_rank", dp_rank, self.settings.dp_size)

@@ -221,12 +221,12 @@ class LossReducer:
 
     def _token_weights(self, token_loss: torch.Tensor, micro_batch: MicroBatch[Any], mode: str) -> torch.Tensor:
         device, dtype = token_loss.device, accumulation_dtype(token_loss)
-        made_of = micro_batch.loss_mask, micro_batch.sample_weights
+        mask, of_samples = micro_batch.loss_mask, micro_batch.sample_weights
         # A graph has no place for a cache, and of an array nobody can tell whether it was changed in place.
-        if torch.compiler.is_compiling() or not all(_counts_changes(tensor) for tensor in made_of):
+        if torch.compiler.is_compiling() or not (_counts_changes(mask) and _counts_changes(of_samples)):
             return self._make_weights(micro_batch, mode, device, dtype)
         known = self._weights.setdefault(micro_batch, {})
-        key = mode, device, dtype, *(tensor._version for tensor in made_of)
+        key = mode, device, dtype, mask._version, of_samples._version
         if key not in known:
             known[key] = self._make_weights(micro_batch, mode, device, dtype)
         return known[key]

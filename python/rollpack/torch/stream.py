@@ -69,9 +69,7 @@ def micro_batches(
     if prefetch < 1:
         raise RollpackError(f"prefetch is {prefetch}; it has to be at least 1")
     dp_rank, cp_rank = _ranks(plan, mesh, dp_rank, cp_rank)
-    step = plan._only_step() if step is None else step
-    plan._bounds(step, dp_rank, 0)
-    plan._check("cp_rank", cp_rank, plan.settings.cp_size)
+    step = plan._checked(step, dp_rank, cp_rank)
     packer = Packer(data, plan.columns, token_columns, sample_columns, rows=plan._rows_of(step, dp_rank))
     device = torch.device(device)
     number = plan.steps[step].num_micro_batches
@@ -305,9 +303,7 @@ class MicroBatchDataset(IterableDataset[MicroBatch[torch.Tensor]]):
         token_columns: Sequence[str] = (),
         sample_columns: Sequence[str] = (),
     ) -> None:
-        self._step = plan._only_step() if step is None else step
-        plan._bounds(self._step, dp_rank, 0)
-        plan._check("cp_rank", cp_rank, plan.settings.cp_size)
+        self._step = plan._checked(step, dp_rank, cp_rank)
         self._data, self._plan, self._ranks = data, plan, (dp_rank, cp_rank)
         self._columns = token_columns, sample_columns
 

@@ -50,7 +50,8 @@ def weighted_sum(token_loss: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
     """
     _check("token_loss", token_loss, weights)
     dtype = accumulation_dtype(token_loss)
-    values, weights = token_loss.to(dtype), weights.to(dtype)
+    values = token_loss if token_loss.dtype == dtype else token_loss.to(dtype)
+    weights = weights if weights.dtype == dtype else weights.to(dtype)
     if values.device.type == "cpu" and not weights.requires_grad and not torch.compiler.is_compiling():
         total: torch.Tensor = _TestedSum.apply(values, weights)
         return total
