@@ -119,6 +119,20 @@ def flipped(name, folder, tries):
         yield verdict(path, good, lambda: stored(str(path)))
 
 
+def described(name, folder, _tries):
+    """Each byte that describes the data (a footer, a schema), in turn, with one bit changed: the 10 rows of a row group
+    become 2, and a name takes in what follows it."""
+    suffix, write, stored = FILES[name]
+    whole, good = write(rollouts()), plain(rollouts())
+    path = Path(folder) / f"described{suffix}"
+    at = range(len(whole) - 1500, len(whole)) if name == "parquet with checksums" else range(1000)
+    for byte in at:
+        damaged = bytearray(whole)
+        damaged[byte] ^= 0x10
+        path.write_bytes(damaged)
+        yield verdict(path, good, lambda: stored(str(path)))
+
+
 def truncated(name, folder, tries):
     suffix, write, stored = FILES[name]
     whole = write(rollouts())
@@ -194,6 +208,8 @@ def nulls(_name, _folder, _tries):
 KINDS = {
     **{f"flipped {name}": (flipped, name) for name in FILES},
     **{f"truncated {name}": (truncated, name) for name in FILES},
+    "description of parquet with checksums": (described, "parquet with checksums"),
+    "description of Arrow stream": (described, "Arrow stream"),
     "offsets": (offsets, ""),
     "null counts": (nulls, ""),
 }

@@ -84,7 +84,10 @@ def of_parquet(opened: Callable[[], AbstractContextManager[Any]], metadata: Call
 
     def lengths() -> list[int]:
         with readable():
-            return [metadata().row_group(i).num_rows for i in range(metadata().num_row_groups)]
+            found = [metadata().row_group(i).num_rows for i in range(metadata().num_row_groups)]
+            if sum(found) != metadata().num_rows:
+                raise pa.ArrowInvalid(f"its footer says {metadata().num_rows} rows, and its row groups have {sum(found)}")
+            return found
 
     def stream(wanted: list[str] | None, pieces: list[int] | None) -> Batches:
         columns = schema() if wanted is None else pa.schema([schema().field(name) for name in wanted])

@@ -46,6 +46,13 @@ class Batches:
         self._batches = batches
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
+        # A name ends at a NUL in the C interface: a damaged one could become that of another column.
+        try:
+            damaged = [name for name in self.schema.names if "\0" in name]
+        except UnicodeDecodeError as error:
+            raise DataError(f"the Arrow data is corrupt: the name of a column is no UTF-8: {error}") from error
+        if damaged:
+            raise DataError(f"the Arrow data is corrupt: {damaged[0]!r} is no name of a column")
         return pa.RecordBatchReader.from_batches(self.schema, self._sound()).__arrow_c_stream__(requested_schema)
 
     def _sound(self) -> Iterator[pa.RecordBatch]:
