@@ -79,11 +79,14 @@ def main(path, kind, form, verb):
     data = opened(path, form)
     if form == "dataset":
         next(iter(data.scanner(batch_size=10).to_batches()))
+    if verb == "save":  # for packing in a process that did not plan, and has no memory left over from that
+        rollpack.plan(data, max_tokens_per_gpu=16_384, global_batch_size=ROWS, remainder="drop").save(f"{path}.plan")
+        return
     if verb == "plan":
         growth, seconds, plan = peak_of(lambda: rollpack.plan(data, max_tokens_per_gpu=16_384))
         rows = plan.num_rows
     else:
-        plan = rollpack.plan(data, max_tokens_per_gpu=16_384, global_batch_size=ROWS, remainder="drop")
+        plan = rollpack.Plan.load(f"{path}.plan")
 
         def work():
             return sum(len(m.rows) for m in rollpack.pack(data, plan, step=len(plan.steps) // 2))

@@ -25,6 +25,8 @@ def test_memory(tmp_path, kind, record_property):
     path = tmp_path / ("data.arrows" if kind == "Arrow stream" else "data")
     run("write", path, kind, SIZE)
     cases = [("path", "plan")]
+    if kind != "Arrow stream":
+        run(path, kind, "path", "save")
     cases += [("path", "pack")] if kind != "Arrow stream" else []
     cases += [("dataset", "plan")] if kind == "parquet" else []
     for form, verb in cases:
