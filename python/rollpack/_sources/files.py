@@ -82,6 +82,7 @@ def of_parquet(opened: Callable[[], AbstractContextManager[Any]], metadata: Call
         with readable():
             return list(schema().names)
 
+    @cache
     def lengths() -> list[int]:
         with readable():
             found = [metadata().row_group(i).num_rows for i in range(metadata().num_row_groups)]
@@ -106,11 +107,13 @@ def of_parquet(opened: Callable[[], AbstractContextManager[Any]], metadata: Call
 def _runs(lengths: Sequence[int], pieces: Iterable[int] | None, rows: int) -> Iterator[list[int]]:
     """Row groups, in runs of so many rows at least: a reader of many row groups holds more than it gives."""
     run: list[int] = []
+    held = 0
     for piece in range(len(lengths)) if pieces is None else pieces:
         run.append(piece)
-        if sum(lengths[i] for i in run) >= rows:
+        held += lengths[piece]
+        if held >= rows:
             yield run
-            run = []
+            run, held = [], 0
     if run:
         yield run
 

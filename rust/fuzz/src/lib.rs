@@ -4,14 +4,6 @@
 //! Buffers are as large as their types and lengths say, as they are where they come through the C data interface, and
 //! what is in them is anything: offsets that run backwards or too far, keys without a value, wrong numbers of nulls.
 
-// Masks hold exactly 0 and 1; the generator is one long choice of types.
-#![allow(
-    clippy::float_cmp,
-    clippy::too_many_lines,
-    clippy::semicolon_if_nothing_returned,
-    clippy::format_collect
-)]
-
 mod make;
 mod plain;
 
