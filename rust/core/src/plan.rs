@@ -106,7 +106,6 @@ pub fn shape(options: &Options) -> Result<Shape> {
 /// Plans a summary.
 pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
     let per_step = shape(options)?;
-    summary.check()?;
     if summary.is_empty() {
         return Err(Error::Input("the summary has no rows: there is nothing to plan".to_owned()));
     }
