@@ -1,0 +1,68 @@
+"""The Triton kernels, without a GPU: interpreted they do what plain torch does, and they compile for GPUs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollpack.torch import weighted_sum, weights
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+
+
+def test_interpreted_they_pass_the_tests_of_the_reducer_and_agree_with_plain_torch():
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_reducer.py", "kernel_worker.py"],
+        cwd=HERE,
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+    assert "skipped" not in done.stdout
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("value", ["fp64", "fp32", "bf16", "fp16"])
+def test_they_compile_for_gpus(monkeypatch, tmp_path, value):
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rollpack.torch import _kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    weight = "fp64" if value == "fp64" else "fp32"
+    kernels = {
+        _kernel._weigh: {"trained": "*u8", "segment_ids": "*i64", "of_samples": f"*{weight}", "out": f"*{weight}"},
+        _kernel._add: {"values": f"*{value}", "weights": f"*{weight}", "sums": f"*{weight}"},
+        _kernel._spread: {"grad": f"*{weight}", "weights": f"*{weight}", "out": f"*{value}"},
+    }
+    for kernel, tensors in kernels.items():
+        sizes = {name: "i32" for name in kernel.arg_names if name not in tensors} | {"block": "constexpr"}
+        source = ASTSource(kernel, tensors | sizes, {"block": _kernel._BLOCK})
+        compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 8})
+        assert compiled.asm["cubin"]
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_where_they_cannot_run_plain_torch_does_and_says_so(monkeypatch):
+    """Kernels for a CPU: Triton refuses."""
+    values = torch.tensor([1.0, 2.0, 4.0]).as_subclass(OnGpu)
+    weights._kernel_of.cache_clear()
+    with pytest.warns(UserWarning, match="plain torch reduces losses on cpu, as Triton cannot be used there"):
+        assert weighted_sum(values, torch.tensor([1.0, 0.0, 0.5])).item() == 3.0
+    assert weighted_sum(values, torch.tensor([1.0, 0.0, 0.5])).item() == 3.0  # said once
+    weights._kernel_of.cache_clear()
