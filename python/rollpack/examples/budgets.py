@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[int, Curve]]:
                 of_mode[budget] = train(mode, arguments.seed, steps=arguments.steps, max_tokens_per_gpu=budget, each=each)
         first, *others = of_mode.values()
         print(f"{mode:<17} largest differences between budgets: {differences([first] * len(others), others)}")
-    draw(arguments.plot, {mode: {b: curve.points for b, curve in of.items()} for mode, of in curves.items()})
+    draw(arguments.plot, {mode: {f"{b} tokens": curve.points for b, curve in of.items()} for mode, of in curves.items()})
     print(f"{arguments.plot}: reward and loss under each budget")
     return curves
 

@@ -173,7 +173,8 @@ def main(argv: Sequence[str] | None = None) -> dict[tuple[str, int], Curve]:
     if first:
         for mode in arguments.modes:
             print(rise(mode, [curve.points for (of, _), curve in curves.items() if of == mode]))
-        draw(arguments.plot, {mode: {s: c.points for (m, s), c in curves.items() if m == mode} for mode in arguments.modes})
+        named = {mode: {f"seed {s}": c.points for (m, s), c in curves.items() if m == mode} for mode in arguments.modes}
+        draw(arguments.plot, named)
         print(f"{arguments.plot}: reward and loss of each run")
     return curves
 
