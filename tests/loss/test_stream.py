@@ -117,7 +117,7 @@ def test_what_goes_wrong_in_the_background_is_raised_in_the_loop_with_its_traceb
         for _ in micro_batches(rows, plan, device="cpu"):
             seen += 1
     assert seen == 2
-    assert any(entry.name == "_pack" for entry in caught.traceback)
+    assert any(entry.name == "pack_rows" for entry in caught.traceback)
     assert not threads()
 
 

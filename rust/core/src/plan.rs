@@ -180,6 +180,30 @@ fn capacity(max_tokens_per_gpu: i64, options: &Options) -> Result<i64> {
     Ok(capacity)
 }
 
+/// What a sample that is longer than a micro-batch is told.
+pub(crate) fn over_budget(row: i64, length: i64, padded: i64, options: &Options) -> Error {
+    let (cp_size, cut) = (options.cut.cp_size, &options.cut);
+    let per_gpu = match options.budget {
+        Budget::TokensPerGpu(tokens) | Budget::Samples(tokens) => tokens,
+    };
+    Error::Plan(format!(
+        "row {row} has {length} tokens ({} padded), and the budget is {} (max_tokens_per_gpu {per_gpu} x cp_size \
+         {cp_size}). Raise max_tokens_per_gpu, or pass oversize='alone' to give it a micro-batch of its own",
+        cut.padded_total(padded),
+        per_gpu.saturating_mul(cp_size)
+    ))
+}
+
+/// Refuses a micro-batch of more padded tokens than positions can count.
+pub(crate) fn positions_fit(padded: i64) -> Result<()> {
+    if padded <= MAX_TOKENS {
+        return Ok(());
+    }
+    plan_error!(
+        "a micro-batch would have {padded} padded tokens, and positions are int32; make micro-batches smaller"
+    )
+}
+
 fn number(summary: &Summary) -> Result<Numbered> {
     let mut grouping = Grouping::default();
     let numbered = grouping.number(&summary.key, summary.group.as_ref(), summary.len())?;
@@ -319,16 +343,7 @@ impl Plan {
             self.oversize_rows.push(row);
             return Ok(());
         }
-        let Budget::TokensPerGpu(per_gpu) = options.budget else {
-            return Ok(());
-        };
-        let cp_size = options.cut.cp_size;
-        plan_error!(
-            "row {row} has {length} tokens ({} padded), and the budget is {} (max_tokens_per_gpu {per_gpu} x cp_size \
-             {cp_size}). Raise max_tokens_per_gpu, or pass oversize='alone' to give it a micro-batch of its own",
-            options.cut.padded_total(padded),
-            per_gpu.saturating_mul(cp_size)
-        )
+        Err(over_budget(row, length, padded, options))
     }
 
     /// Hands out the placed samples, one row each; the plan keeps its steps, their bounds and its ratios. The last columns,
@@ -407,11 +422,7 @@ impl Waits {
             .map(|(tokens, cost)| (options.cut.padded_total(tokens), cost))
             .unzip();
         let longest = padded.iter().copied().max().unwrap_or(0);
-        if longest > MAX_TOKENS {
-            return plan_error!(
-                "a micro-batch would have {longest} padded tokens, and positions are int32; make micro-batches smaller"
-            );
-        }
+        positions_fit(longest)?;
         let budget = match shape.limit {
             Limit::Tokens(capacity) => capacity,
             Limit::Samples(_) => longest,
