@@ -29,7 +29,6 @@ def test_interpreted_they_pass_the_tests_of_the_reducer_and_agree_with_plain_tor
     assert "skipped" not in done.stdout
 
 
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("value", ["fp64", "fp32", "bf16", "fp16"])
 def test_they_compile_for_gpus(monkeypatch, tmp_path, value):
     import triton
@@ -48,7 +47,7 @@ def test_they_compile_for_gpus(monkeypatch, tmp_path, value):
     for kernel, tensors in kernels.items():
         sizes = {name: "i32" for name in kernel.arg_names if name not in tensors} | {"block": "constexpr"}
         source = ASTSource(kernel, tensors | sizes, {"block": _kernel._BLOCK})
-        compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options={"num_warps": 8})
+        compiled = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=_kernel._OPTIONS)
         assert compiled.asm["cubin"]
 
 

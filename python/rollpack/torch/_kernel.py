@@ -1,4 +1,9 @@
-"""The weighted sum in Triton, for GPUs: it reads and writes what it must, where plain torch takes three times the bytes."""
+"""The weighted sum in Triton, for GPUs, where only the bytes that are moved count.
+
+Of a float32 token loss with int64 ``segment_ids``, forward and backward have to move 26 bytes a position: the mask, the
+segment and the loss (13), then the mask and the segment again, and the gradient (13). The kernels here move 29, as weights
+are written and found again; a further term of the loss takes 16, which is the least. Plain torch moves 98 and 47.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +14,8 @@ import triton
 import triton.language as tl
 
 _BLOCK = 4096
+#: Products are rounded before they are added, as in plain torch.
+_OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -82,4 +89,4 @@ class _WeightedSum(torch.autograd.Function):
 def _launch(kernel: Any, positions: int, *arguments: Any) -> None:
     """One program a block of positions, on the device of the first argument."""
     with torch.cuda.device_of(arguments[0]):  # type: ignore[no-untyped-call]
-        kernel[triton.cdiv(positions, _BLOCK),](*arguments, block=_BLOCK, num_warps=8)
+        kernel[triton.cdiv(positions, _BLOCK),](*arguments, block=_BLOCK, **_OPTIONS)
