@@ -3,12 +3,14 @@
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 
-from rollpack.torch import weighted_sum, weights
+import rollpack
+from rollpack.torch import LossReducer, reducer, token_weights, weighted_sum, weights
 
 pytest.importorskip("triton")
 HERE = Path(__file__).parent
@@ -65,3 +67,17 @@ def test_where_they_cannot_run_plain_torch_does_and_says_so(monkeypatch):
         assert weighted_sum(values, torch.tensor([1.0, 0.0, 0.5])).item() == 3.0
     assert weighted_sum(values, torch.tensor([1.0, 0.0, 0.5])).item() == 3.0  # said once
     weights._kernel_of.cache_clear()
+
+
+def test_a_graph_that_is_captured_works_weights_out_itself(monkeypatch):
+    """It is replayed after its micro-batch was written over: weights that were known would be those of an old one."""
+    rows = [{"tokens": [1, 2, 3], "loss_mask": [1, 1]}]
+    (micro_batch,) = (m.to("cpu") for m in rollpack.pack(rows, rollpack.plan(rows, micro_batch_size=1)))
+    made = Counter()
+    monkeypatch.setattr(weights, "_kernel", lambda *_: None)
+    monkeypatch.setattr(reducer, "token_weights", lambda *args: made.update(["weights"]) or token_weights(*args))
+    reduce, values = LossReducer(), torch.ones(3).as_subclass(OnGpu)
+    for capturing, total in [(False, 1), (False, 1), (True, 2), (True, 3), (False, 3)]:
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        assert reduce(values, micro_batch).item() == 1.0
+        assert made["weights"] == total
