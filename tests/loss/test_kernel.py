@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rollpack
 from rollpack.torch import LossReducer, reducer, token_weights, weighted_sum, weights
@@ -53,15 +54,10 @@ def test_they_compile_for_gpus(monkeypatch, tmp_path, value):
         assert compiled.asm["cubin"]
 
 
-class OnGpu(torch.Tensor):
-    """A tensor that says that it is on a GPU."""
-
-    is_cuda = True
-
-
 def test_where_they_cannot_run_plain_torch_does_and_says_so(monkeypatch):
     """Kernels for a CPU: Triton refuses."""
-    values = torch.tensor([1.0, 2.0, 4.0]).as_subclass(OnGpu)
+    values = torch.tensor([1.0, 2.0, 4.0])
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     weights._kernel_of.cache_clear()
     with pytest.warns(UserWarning, match="plain torch reduces losses on cpu, as Triton cannot be used there"):
         assert weighted_sum(values, torch.tensor([1.0, 0.0, 0.5])).item() == 3.0
@@ -76,8 +72,17 @@ def test_a_graph_that_is_captured_works_weights_out_itself(monkeypatch):
     made = Counter()
     monkeypatch.setattr(weights, "_kernel", lambda *_: None)
     monkeypatch.setattr(reducer, "token_weights", lambda *args: made.update(["weights"]) or token_weights(*args))
-    reduce, values = LossReducer(), torch.ones(3).as_subclass(OnGpu)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    reduce, values = LossReducer(), torch.ones(3)
     for capturing, total in [(False, 1), (False, 1), (True, 2), (True, 3), (False, 3)]:
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
         assert reduce(values, micro_batch).item() == 1.0
         assert made["weights"] == total
+
+
+def test_what_only_stands_for_a_tensor_on_a_gpu_is_left_to_torch():
+    with FakeTensorMode():
+        values = torch.ones(3, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        of_tokens = token_weights(torch.ones(3, dtype=torch.bool, device="cuda"), *torch.zeros(2, 3, device="cuda").long())
+        total = weighted_sum(values, of_tokens.float())
+    assert (total.device.type, total.dtype, total.requires_grad) == ("cuda", torch.float32, True)

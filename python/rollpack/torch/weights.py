@@ -110,12 +110,18 @@ def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
 
 
-def _kernel(values: torch.Tensor, *others: torch.Tensor) -> Any:
-    """The module of Triton kernels where they can take these tensors, else None. What torch compiles, it fuses itself."""
-    on_one_gpu = values.is_cuda and all(other.device == values.device and not other.requires_grad for other in others)
-    if not on_one_gpu or not len(values) or torch.compiler.is_compiling():
+def _kernel(*tensors: torch.Tensor) -> Any:
+    """The module of Triton kernels where they can take these tensors, the first of which alone may need a gradient; or None.
+
+    What torch compiles, it fuses itself; and what only stands for a tensor (fake, distributed) has no memory to read.
+    """
+    first, *others = tensors
+    plain = all(type(tensor) in {torch.Tensor, torch.nn.Parameter} for tensor in tensors)
+    if not plain or not first.is_cuda or not len(first) or torch.compiler.is_compiling():
         return None
-    return _kernel_of(values.device)
+    if any(other.device != first.device or other.requires_grad for other in others):
+        return None
+    return _kernel_of(first.device)
 
 
 @cache
