@@ -116,8 +116,9 @@ def _kernel(*tensors: torch.Tensor) -> Any:
     What torch compiles, it fuses itself; and what only stands for a tensor (fake, distributed) has no memory to read.
     """
     first, *others = tensors
-    plain = all(type(tensor) in {torch.Tensor, torch.nn.Parameter} for tensor in tensors)
-    if not plain or not first.is_cuda or not len(first) or torch.compiler.is_compiling():
+    if not first.is_cuda or not len(first) or torch.compiler.is_compiling():
+        return None
+    if not all(type(tensor) in {torch.Tensor, torch.nn.Parameter} for tensor in tensors):
         return None
     if any(other.device != first.device or other.requires_grad for other in others):
         return None
