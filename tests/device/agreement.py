@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 from tests.device.lines import Line, at_most
@@ -13,6 +17,7 @@ import rollpack
 from rollpack.testing import Cut, check_reducer, make_rollouts, verify
 from rollpack.torch import LossReducer, attention_mask, micro_batches, token_logprobs, token_weights, weighted_sum, weights
 
+ROOT = Path(__file__).parents[2]
 #: Of losses and gradients against float64: a few last bits of the sums, or of the gradient in half precision.
 LIMITS = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
@@ -56,6 +61,25 @@ def reducer(device: torch.device) -> Iterator[Line]:
         yield Line(
             f"check_reducer, {mode} {name(dtype)}", "; ".join(map(str, report.failures)) or "all hold", "all hold", report.ok
         )
+
+
+def suite(device: torch.device) -> Iterator[Line]:
+    """The reducer's own tests, with everything reduced on the device: float64, float32, bfloat16 and float16."""
+    files = [str(ROOT / "tests" / "loss" / file) for file in ("test_reducer.py", "test_examples.py")]
+    # A library's warning on a GPU is no fault of the reducer.
+    options = ["-q", "-W", "default", "-p", "no:cacheprovider", "-p", "tests.device.on_device"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *files],
+        cwd=ROOT,
+        env={**os.environ, "ROLLPACK_DEVICE": str(device)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        print(done.stdout[-6000:], done.stderr[-2000:])
+    *_, last = done.stdout.splitlines() or ["nothing was said"]
+    yield Line("tests/loss: test_reducer.py and test_examples.py", last, "all pass", done.returncode == 0)
 
 
 def like_the_cpu(device: torch.device) -> Iterator[Line]:

@@ -31,6 +31,7 @@ Check = Callable[[torch.device], Iterator[Line]]
 CHECKS: list[tuple[Check, bool]] = [
     (agreement.kernels, False),
     (agreement.reducer, False),
+    (agreement.suite, True),
     (agreement.like_the_cpu, True),
     (agreement.logprobs_and_attention, False),
     (agreement.stream, False),

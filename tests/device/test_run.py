@@ -20,7 +20,7 @@ def test_on_a_cpu_what_can_be_had_passes_and_the_rest_is_told():
     *table, last = done.stdout.splitlines()
     assert " pass, 0 fail, " in last
     assert sum(line.endswith(" pass") for line in table) == int(last.split()[0]) >= 40
-    assert sum("not run: no GPU" in line for line in table) == 4
+    assert sum("not run: no GPU" in line for line in table) == 5
 
 
 def test_a_line_that_fails_and_a_check_that_raises_make_the_status():
@@ -53,7 +53,7 @@ sys.argv += ["--device", "cpu"]
 from tests.device import agreement, run, speed
 import torch
 
-for check in (agreement.like_the_cpu, speed.graph, speed.no_sync):
+for check in (agreement.suite, agreement.like_the_cpu, speed.graph, speed.no_sync):
     for line in check(torch.device("cpu")):
         assert line.ok, line
 """
