@@ -15,9 +15,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # where it is run as a file
 if not torch.cuda.is_available() or "cpu" in sys.argv:
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 
