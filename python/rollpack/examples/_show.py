@@ -57,7 +57,7 @@ def draw(path: str, panels: Mapping[str, Mapping[Any, Points]]) -> None:
                 axes[row, column].plot([point[row] for point in points], label=str(label), linewidth=0.8)
         axes[0, column].set(title=name, ylim=(0, 1))
         axes[1, column].set_xlabel("step")
-        axes[0, column].legend(fontsize=6, frameon=False, ncols=3)
+        axes[0, column].legend(fontsize=6, frameon=False, loc="lower right")
     axes[0, 0].set_ylabel("reward")
     axes[1, 0].set_ylabel("loss")
     canvas.draw()  # type: ignore[no-untyped-call]
