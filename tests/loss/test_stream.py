@@ -151,7 +151,7 @@ def test_no_more_than_was_asked_for_is_made_ahead(plan):
 
     def counted(lengths):
         made.append(lengths)
-        return rollpack.packing._fresh(lengths)
+        return rollpack.packing.fresh(lengths)
 
     packer = rollpack.packing.Packer(TABLE, plan.columns)
     items = ((m.to("cpu"), None) for m in packer.rank(plan, 0, 0, 0, buffers=counted))
