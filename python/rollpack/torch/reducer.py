@@ -222,8 +222,10 @@ class LossReducer:
     def _token_weights(self, token_loss: torch.Tensor, micro_batch: MicroBatch[Any], mode: str) -> torch.Tensor:
         device, dtype = token_loss.device, accumulation_dtype(token_loss)
         mask, of_samples = micro_batch.loss_mask, micro_batch.sample_weights
-        # A graph has no place for a cache, and of an array nobody can tell whether it was changed in place.
-        if torch.compiler.is_compiling() or not (_counts_changes(mask) and _counts_changes(of_samples)):
+        # A graph has no place for a cache: a CUDA graph is replayed after its micro-batch was written over. And of an array
+        # nobody can tell whether it was changed in place.
+        in_graph = torch.compiler.is_compiling() or (token_loss.is_cuda and torch.cuda.is_current_stream_capturing())
+        if in_graph or not (_counts_changes(mask) and _counts_changes(of_samples)):
             return self._make_weights(micro_batch, mode, device, dtype)
         known = self._weights.setdefault(micro_batch, {})
         key = mode, device, dtype, mask._version, of_samples._version

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import warnings
+from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +31,9 @@ def token_weights(loss_mask: torch.Tensor, segment_ids: torch.Tensor, sample_wei
         raise RollpackError(f"loss_mask is {loss_mask.dtype}; it has to be bool")
     if loss_mask.shape != segment_ids.shape:
         raise RollpackError(f"loss_mask has {len(loss_mask)} positions and segment_ids {len(segment_ids)}")
+    if kernel := _kernel(loss_mask, segment_ids, sample_weights):
+        weights: torch.Tensor = kernel.token_weights(loss_mask, segment_ids, sample_weights)
+        return weights
     of_sample = torch.index_select(sample_weights, 0, segment_ids.clamp(min=0))
     return of_sample.masked_fill(~loss_mask | (segment_ids < 0), 0)
 
@@ -50,11 +55,14 @@ def weighted_sum(token_loss: torch.Tensor, weights: torch.Tensor) -> torch.Tenso
     """
     _check("token_loss", token_loss, weights)
     dtype = accumulation_dtype(token_loss)
-    values = token_loss if token_loss.dtype == dtype else token_loss.to(dtype)
     weights = weights if weights.dtype == dtype else weights.to(dtype)
-    if values.device.type == "cpu" and not weights.requires_grad and not torch.compiler.is_compiling():
-        total: torch.Tensor = _TestedSum.apply(values, weights)
+    if kernel := _kernel(token_loss, weights):
+        total: torch.Tensor = kernel.weighted_sum(token_loss, weights)
         return total
+    values = token_loss if token_loss.dtype == dtype else token_loss.to(dtype)
+    if values.device.type == "cpu" and not weights.requires_grad and not torch.compiler.is_compiling():
+        tested: torch.Tensor = _TestedSum.apply(values, weights)
+        return tested
     # On a device a test of the result would wait for it, and under compile it would break the graph.
     return (values.masked_fill(weights == 0, 0) * weights).sum()
 
@@ -100,6 +108,35 @@ def host_array(value: Any) -> Any:
 def accumulation_dtype(tensor: torch.Tensor) -> torch.dtype:
     """What weights and sums are held in beside this tensor."""
     return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _kernel(*tensors: torch.Tensor) -> Any:
+    """The module of Triton kernels where they can take these tensors, the first of which alone may need a gradient; or None.
+
+    What torch compiles, it fuses itself; and what only stands for a tensor (fake, distributed) has no memory to read.
+    """
+    first, *others = tensors
+    if not first.is_cuda or not len(first) or torch.compiler.is_compiling():
+        return None
+    if not all(type(tensor) in {torch.Tensor, torch.nn.Parameter} for tensor in tensors):
+        return None
+    if any(other.device != first.device or other.requires_grad for other in others):
+        return None
+    return _kernel_of(first.device)
+
+
+@cache
+def _kernel_of(device: torch.device) -> Any:
+    """The module, if its kernels run there. They need Triton, which comes with torch on Linux, and a C compiler."""
+    try:
+        from rollpack.torch import _kernel
+
+        one = torch.ones(1, device=device)
+        _kernel.weighted_sum(one, _kernel.token_weights(one.bool(), one.long() - 1, one))
+    except Exception as error:  # whatever it is, plain torch does the same
+        warnings.warn(f"plain torch reduces losses on {device}, as Triton cannot be used there: {error}", stacklevel=2)
+        return None
+    return _kernel
 
 
 class _TestedSum(torch.autograd.Function):

@@ -1,0 +1,23 @@
+"""A pytest plugin, ``-p tests.device.on_device``: all that is reduced is reduced on the device ROLLPACK_DEVICE."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from rollpack.torch import LossReducer
+
+DEVICE = torch.device(os.environ["ROLLPACK_DEVICE"])
+_reduce = LossReducer._reduce
+
+
+def _on_device(self: LossReducer, token_loss: Any, micro_batch: Any, mode: str | None, mask: torch.Tensor | None) -> Any:
+    if not isinstance(token_loss, torch.Tensor):
+        return _reduce(self, token_loss, micro_batch, mode, mask)
+    there = token_loss.to(DEVICE), micro_batch.to(DEVICE)
+    return _reduce(self, *there, mode, mask if mask is None else mask.to(DEVICE)).to(token_loss.device)
+
+
+LossReducer._reduce = _on_device  # type: ignore[method-assign]
