@@ -1,0 +1,171 @@
+"""In verl's environment: its aggregation, policy losses and micro-batches beside ours."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from padded_case import chosen_case, off
+from tensordict import TensorDict
+from verl.trainer.ppo import core_algos
+from verl.utils.seqlen_balancing import rearrange_micro_batches as theirs
+
+from rollpack import PlanError
+from rollpack.integrations import verl as ours
+from rollpack.integrations.padded import row_weights
+
+CASE = chosen_case()
+MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+
+
+def gradient(aggregate, cut):
+    """What the optimizer gets: summed over micro-batches, averaged over ranks; and the loss that goes with it."""
+    losses, total = CASE.losses.clone().requires_grad_(), 0.0
+    for rank in cut:
+        for rows in rank:
+            loss = aggregate(losses[rows], CASE.mask[rows], rows, len(cut)) / len(cut)
+            loss.backward()
+            total += loss.item()
+    return total, losses.grad
+
+
+def same_as_verl():
+    """Value and gradient of every mode, with counts of the step and without."""
+    worst = 0.0
+    counts = {"batch_num_tokens": int(CASE.sums.sum()), "global_batch_size": CASE.rows}
+    for mode in MODES:
+        for name, cut in CASE.cuts().items():
+            for factor in (None, 7):
+                for given in (counts, {}) if name == "uncut" else (counts,):
+
+                    def call(function, given=given, mode=mode, factor=factor):
+                        return lambda x, m, _, dp: function(x, m, mode, dp, loss_scale_factor=factor, **given)
+
+                    (a, g), (b, h) = gradient(call(core_algos.agg_loss), cut), gradient(call(ours.agg_loss), cut)
+                    worst = max(worst, abs(a - b) / abs(b), off(g, h))
+    for mode in MODES[:1] + MODES[2:]:
+        for function in (core_algos.agg_loss, ours.agg_loss):
+            try:
+                function(CASE.losses, CASE.mask, mode, 2)
+            except ValueError:
+                continue
+            raise AssertionError(f"{function} took {mode} on 2 ranks without counts")
+    return worst
+
+
+def compared():
+    """Each mode of verl beside the reference, under each cut; and without counts of the step, as before they were passed."""
+    reference = {
+        "token-mean": CASE.weights("token_mean"),
+        "seq-mean-token-sum": CASE.weights("constant", divisor=1.0),
+        "seq-mean-token-sum-norm": CASE.weights("constant", divisor=float(CASE.width)),
+        "seq-mean-token-mean": CASE.weights("sample_mean"),
+    }
+    counts = {"batch_num_tokens": int(CASE.sums.sum()), "global_batch_size": CASE.rows}
+    rows = []
+    for mode, weights in reference.items():
+        for how, given in (("agg_loss", counts), ("agg_loss without counts", None)):
+
+            def call(x, m, rows, dp, mode=mode, given=given):
+                if given is None:  # a mean of each micro-batch, averaged over micro-batches and ranks
+                    return core_algos.agg_loss(x, m, mode) / len(of_rank(rows))
+                return core_algos.agg_loss(x, m, mode, dp, **given)
+
+            for name, cut in CASE.cuts().items():
+
+                def of_rank(rows, cut=cut):
+                    return next(rank for rank in cut if any(rows is part for part in rank))
+
+                _, found = gradient(call, cut)
+                rows.append({"function": f"verl {how}", "mode": mode, "cut": name, "off": off(found, weights)})
+    row_of = row_weights(CASE.sums, "prompt_mean", prompt_ids=CASE.groups)
+    for name, cut in CASE.cuts().items():
+        _, found = gradient(lambda x, m, rows, dp: ours.agg_loss(x, m, "prompt_mean", dp, weights=row_of[rows]), cut)
+        rows.append({"function": "ours", "mode": "prompt_mean", "cut": name, "off": off(found, CASE.weights("prompt_mean"))})
+    return rows
+
+
+def registered():
+    """A registered policy loss on the weights of the batch, in two optimizer steps of 2 ranks."""
+    half, ranks = CASE.rows // 2, 2
+    config = SimpleNamespace(
+        clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.2, get=lambda _, default: default, global_batch_info={}
+    )
+    # Ranks hold halves, and steps a half of each: groups have to be whole in a step.
+    batch = {"response_mask": CASE.mask.long()}
+    ours.add_weights(batch, "prompt_mean", uids=CASE.groups, mini_batch_size=half, dp_size=ranks)
+    loss = core_algos.get_policy_loss_fn(ours.register("vanilla"))
+    worst = 0.0
+    for step in range(2):
+        rows = [rank * half + step * half // 2 + i for rank in range(ranks) for i in range(half // 2)]
+        expected = torch.zeros_like(CASE.losses)
+        counted = len(set(CASE.groups[rows].tolist()))
+        for row in rows:
+            same = [other for other in rows if CASE.groups[other] == CASE.groups[row]]
+            expected[row] = CASE.mask[row] / (counted * int(CASE.sums[same].sum()))
+        log_probs = torch.zeros_like(CASE.losses).requires_grad_()
+        for rank in range(ranks):
+            config.global_batch_info = {"dp_size": ranks}
+            of_rank = rows[rank * half // 2 : (rank + 1) * half // 2]
+            for part in np.array_split(of_rank, 3):
+                value, _ = loss(
+                    old_log_prob=torch.zeros_like(log_probs[part]),
+                    log_prob=log_probs[part],
+                    advantages=-torch.ones_like(log_probs[part]),
+                    response_mask=CASE.mask[part],
+                    loss_agg_mode="token-mean",
+                    config=config,
+                    rollout_is_weights=batch["rollout_is_weights"][part],
+                )
+                (value / ranks).backward()
+        worst = max(worst, off(log_probs.grad, expected))
+    for call in (lambda: ours.register("sapo"), lambda: ours.add_weights(batch, "prompt_mean", uids=np.arange(CASE.rows) % 2,
+                                                                         mini_batch_size=half, dp_size=2)):
+        try:
+            call()
+        except PlanError:
+            continue
+        raise AssertionError("not refused")
+    return worst
+
+
+def micro_batches():
+    """Rows of each once, none over the cap; how many beside verl's."""
+    width = int(CASE.lengths.max())
+    attention = torch.arange(width)[None] < torch.from_numpy(CASE.lengths)[:, None]
+    batch = TensorDict(
+        {"input_ids": torch.arange(CASE.rows)[:, None].expand(-1, width), "attention_mask": attention.long()}, [CASE.rows]
+    )
+    told = []
+    for cap in (width, width * 2, width * 5):
+        for options in ({}, {"num_batches_divided_by": 4}, {"min_num_micro_batch": 30}, {"force_group_size": 2}):
+            cap_of = cap * options.get("force_group_size", 1)
+            parts, indices = ours.rearrange_micro_batches(batch, cap_of, **options)
+            assert sorted(sum(indices, [])) == list(range(CASE.rows))
+            for part, rows in zip(parts, indices, strict=True):
+                assert part["input_ids"][:, 0].tolist() == rows
+                assert int(part["attention_mask"].sum()) <= cap_of
+            assert len(parts) % options.get("num_batches_divided_by", 1) == 0
+            assert len(parts) >= options.get("min_num_micro_batch", 1)
+            told.append([cap_of, options, len(parts), len(theirs(batch, cap_of, **options)[0])])
+    nested = torch.nested.nested_tensor(
+        [torch.zeros(n, dtype=torch.long) for n in CASE.lengths.tolist()], layout=torch.jagged
+    )
+    _, indices = ours.rearrange_micro_batches(TensorDict({"input_ids": nested}, [CASE.rows]), width * 2)
+    assert all(sum(int(CASE.lengths[row]) for row in rows) <= width * 2 for rows in indices)
+    for bad, told_by in (((batch, 3), "the budget is 3"), ((batch, width, None, CASE.rows + 1), "to fill them")):
+        try:
+            ours.rearrange_micro_batches(*bad)
+        except PlanError as error:
+            assert told_by in str(error), error
+            continue
+        raise AssertionError("not refused")
+    return told
+
+
+if __name__ == "__main__":
+    print(
+        json.dumps(
+            {"same": same_as_verl(), "compared": compared(), "registered": registered(), "micro_batches": micro_batches()}
+        )
+    )
