@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-HOME = ROOT / ".venv-trainers"
+HERE = Path(__file__).parent
+HOME = HERE.parents[1] / ".venv-trainers"
 
 #: Name → what is installed, without what that depends on: what the modules under test import, and no more.
 PACKAGES = {
@@ -126,12 +126,12 @@ def _run(command, name):
         pytest.skip(f"the environment of {name} cannot be made: {done.stderr.strip()[-500:]}")
 
 
-def run(name, script, *arguments, cwd=None):
-    """Run a script in a trainer's environment, and return what it printed."""
+def run(name, *arguments, cwd=None):
+    """Run a trainer's Python with these arguments, and return what it printed."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(
-        [str(python_of(name)), str(script), *map(str, arguments)],
+        [str(python_of(name)), *map(str, arguments)],
         env=environment,
         cwd=cwd,
         capture_output=True,

@@ -26,15 +26,15 @@ def tokenizer():
 def model():
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=WORDS + 2, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, pad_token_id=0,
-        eos_token_id=1, bos_token_id=None, max_position_embeddings=64,
+        vocab_size=WORDS + 2, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        pad_token_id=0, eos_token_id=1, bos_token_id=None, max_position_embeddings=64,
     )  # fmt: skip
     return LlamaForCausalLM(config)
 
 
 class Trainer(AggregationMixin, GRPOTrainer):
-    loss_aggregation = sys.argv[1]
-    divisor = float(sys.argv[2]) if sys.argv[2] != "none" else None
+    loss_aggregation = (sys.argv[1:] or ["prompt_mean"])[0]
+    divisor = None if sys.argv[2:3] in ([], ["none"]) else float(sys.argv[2])
 
     def training_step(self, model, inputs, num_items_in_batch):
         output = super().training_step(model, inputs, num_items_in_batch)
@@ -47,13 +47,13 @@ class Trainer(AggregationMixin, GRPOTrainer):
 class Watch(TrainerCallback):
     """Compares the gradient of each optimizer step."""
 
-    def on_step_begin(self, args, state, control, **kwargs):
+    def on_step_begin(self, *_, **kwargs):
         SEEN.clear()
         LOSSES.clear()
         self.before = model().double()
         self.before.load_state_dict(unwrapped(kwargs["model"]).state_dict())
 
-    def on_pre_optimizer_step(self, args, state, control, **kwargs):
+    def on_pre_optimizer_step(self, *_, **kwargs):
         rows = all_rows()
         total = float(reference(self.before, rows))
         worst = largest = 0.0
@@ -88,7 +88,7 @@ def all_rows():
     if dist.is_initialized():
         gathered = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, rows)
-        rows = sum(gathered, [])
+        rows = [row for rows in gathered for row in rows]
     return rows
 
 
@@ -126,22 +126,22 @@ def reward(completions, **_):
 
 SEEN, LOSSES, RESULTS = [], [], []
 NOISE = [0.1, 0.7, 0.3, 0.9, 0.2, 0.5, 0.4]
-BETA = float(sys.argv[4])
+BETA = float((sys.argv[4:] or ["0"])[0])
 if __name__ == "__main__":
     steps_per_generation = int(sys.argv[3])
     prompts = [" ".join(f"w{(7 * i + j) % WORDS}" for j in range(1 + i % 4)) + f" w{i}" for i in range(WORDS)]
     # The reference model of the KL term is read from where the model was.
-    home = f"model-{os.environ.get('RANK', 0)}"
+    home = f"model-{os.environ.get('RANK', '0')}"
     model().save_pretrained(home)
     args = GRPOConfig(
-        output_dir="out", use_cpu=True, report_to=[], max_steps=2, loss_type="dapo", beta=BETA, learning_rate=0.5, max_grad_norm=0.0,
-        per_device_train_batch_size=4, gradient_accumulation_steps=2, steps_per_generation=steps_per_generation,
-        num_generations=4, max_completion_length=12, epsilon=EPSILON, save_strategy="no",
-        logging_strategy="no", disable_tqdm=True, seed=1, bf16=False, gradient_checkpointing=False, optim="sgd",
+        output_dir="out", use_cpu=True, report_to=[], max_steps=2, loss_type="dapo", beta=BETA, learning_rate=0.5,
+        max_grad_norm=0.0, per_device_train_batch_size=4, gradient_accumulation_steps=2, optim="sgd", epsilon=EPSILON,
+        steps_per_generation=steps_per_generation, num_generations=4, max_completion_length=12, save_strategy="no",
+        logging_strategy="no", disable_tqdm=True, seed=1, bf16=False, gradient_checkpointing=False,
     )  # fmt: skip
     trainer = Trainer(
-        model=LlamaForCausalLM.from_pretrained(home), args=args, reward_funcs=reward, processing_class=tokenizer(), callbacks=[Watch()],
-        train_dataset=Dataset.from_dict({"prompt": prompts}),
+        model=LlamaForCausalLM.from_pretrained(home), args=args, reward_funcs=reward, processing_class=tokenizer(),
+        callbacks=[Watch()], train_dataset=Dataset.from_dict({"prompt": prompts}),
     )  # fmt: skip
     trainer.train()
     if not dist.is_initialized() or dist.get_rank() == 0:

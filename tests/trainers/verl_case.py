@@ -4,8 +4,10 @@ import json
 from types import SimpleNamespace
 
 import numpy as np
+import pyarrow.parquet as pq
+import pytest
 import torch
-from padded_case import chosen_case, off
+from padded_case import REAL, TRACES, Case, chosen_case, kit, off
 from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
 from verl.utils.seqlen_balancing import rearrange_micro_batches as theirs
@@ -13,6 +15,7 @@ from verl.utils.seqlen_balancing import rearrange_micro_batches as theirs
 from rollpack import PlanError
 from rollpack.integrations import verl as ours
 from rollpack.integrations.padded import row_weights
+from rollpack.testing import padded_rows
 
 CASE = chosen_case()
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -45,11 +48,8 @@ def same_as_verl():
                     worst = max(worst, abs(a - b) / abs(b), off(g, h))
     for mode in MODES[:1] + MODES[2:]:
         for function in (core_algos.agg_loss, ours.agg_loss):
-            try:
+            with pytest.raises(ValueError, match="required|needs"):
                 function(CASE.losses, CASE.mask, mode, 2)
-            except ValueError:
-                continue
-            raise AssertionError(f"{function} took {mode} on 2 ranks without counts")
     return worst
 
 
@@ -81,7 +81,14 @@ def compared():
     row_of = row_weights(CASE.sums, "prompt_mean", prompt_ids=CASE.groups)
     for name, cut in CASE.cuts().items():
         _, found = gradient(lambda x, m, rows, dp: ours.agg_loss(x, m, "prompt_mean", dp, weights=row_of[rows]), cut)
-        rows.append({"function": "ours", "mode": "prompt_mean", "cut": name, "off": off(found, CASE.weights("prompt_mean"))})
+        rows.append(
+            {
+                "function": "rollpack agg_loss",
+                "mode": "prompt_mean",
+                "cut": name,
+                "off": off(found, CASE.weights("prompt_mean")),
+            }
+        )
     return rows
 
 
@@ -119,13 +126,12 @@ def registered():
                 )
                 (value / ranks).backward()
         worst = max(worst, off(log_probs.grad, expected))
-    for call in (lambda: ours.register("sapo"), lambda: ours.add_weights(batch, "prompt_mean", uids=np.arange(CASE.rows) % 2,
-                                                                         mini_batch_size=half, dp_size=2)):
-        try:
-            call()
-        except PlanError:
-            continue
-        raise AssertionError("not refused")
+    with pytest.raises(PlanError, match="always takes seq-mean-token-mean"):
+        ours.register("sapo")
+    with pytest.raises(PlanError, match="prompt group 0 is cut"):
+        ours.add_weights(batch, "prompt_mean", uids=np.arange(CASE.rows) % 2, mini_batch_size=half, dp_size=2)
+    with pytest.raises(PlanError, match="needs the weights of the batch"):
+        loss(None, None, None, None)
     return worst
 
 
@@ -141,7 +147,7 @@ def micro_batches():
         for options in ({}, {"num_batches_divided_by": 4}, {"min_num_micro_batch": 30}, {"force_group_size": 2}):
             cap_of = cap * options.get("force_group_size", 1)
             parts, indices = ours.rearrange_micro_batches(batch, cap_of, **options)
-            assert sorted(sum(indices, [])) == list(range(CASE.rows))
+            assert sorted(row for rows in indices for row in rows) == list(range(CASE.rows))
             for part, rows in zip(parts, indices, strict=True):
                 assert part["input_ids"][:, 0].tolist() == rows
                 assert int(part["attention_mask"].sum()) <= cap_of
@@ -154,18 +160,49 @@ def micro_batches():
     _, indices = ours.rearrange_micro_batches(TensorDict({"input_ids": nested}, [CASE.rows]), width * 2)
     assert all(sum(int(CASE.lengths[row]) for row in rows) <= width * 2 for rows in indices)
     for bad, told_by in (((batch, 3), "the budget is 3"), ((batch, width, None, CASE.rows + 1), "to fill them")):
-        try:
+        with pytest.raises(PlanError, match=told_by):
             ours.rearrange_micro_batches(*bad)
-        except PlanError as error:
-            assert told_by in str(error), error
-            continue
-        raise AssertionError("not refused")
     return told
 
 
+def fanned_out():
+    """A mean of rows where the unit that it is compared with is the rollout, of up to 30 rows."""
+    table = pq.read_table(TRACES / "tau_bench_airline_per_turn.parquet")
+    turns = Case(table)
+    losses = turns.losses.clone().requires_grad_()
+    core_algos.agg_loss(losses, turns.mask, "seq-mean-token-mean", global_batch_size=turns.rows).backward()
+    expected = turns.weights("sample_mean", rollouts=table["rollout_id"].to_pylist())
+    cut = "uncut, a row a turn, beside sample_mean of rollouts"
+    return [{"function": "verl agg_loss", "mode": "seq-mean-token-mean", "cut": cut, "off": off(losses.grad, expected)}]
+
+
+def checked():
+    """The kit on agg_loss with the counts of the step, and on ours."""
+
+    def reducer(function, mode, weights=False):
+        def call(x, m):
+            given = {"weights": m.sample_weights} if weights else {}
+            given |= {"batch_num_tokens": m.num_tokens, "global_batch_size": m.num_rollouts, "dp_size": m.dp_size}
+            return function(padded_rows(x, m), padded_rows(m.loss_mask, m).double(), mode, **given)
+
+        return call
+
+    wanted = {
+        "token-mean": ("token_mean", None),
+        "seq-mean-token-mean": ("sample_mean", None),
+        "seq-mean-token-sum": ("constant", 1.0),
+    }
+    return [
+        *(
+            kit("verl agg_loss", mode, reducer(core_algos.agg_loss, mode), ours_is, divisor=divisor, backend="fsdp")
+            for mode, (ours_is, divisor) in wanted.items()
+        ),
+        kit("rollpack agg_loss", "prompt_mean", reducer(ours.agg_loss, "prompt_mean", True), "prompt_mean", backend="fsdp"),
+    ]
+
+
 if __name__ == "__main__":
-    print(
-        json.dumps(
-            {"same": same_as_verl(), "compared": compared(), "registered": registered(), "micro_batches": micro_batches()}
-        )
-    )
+    told = {"compared": compared() + fanned_out() if REAL else compared(), "kit": checked()}
+    if not REAL:
+        told |= {"same": same_as_verl(), "registered": registered(), "micro_batches": micro_batches()}
+    print(json.dumps(told))
