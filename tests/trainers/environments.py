@@ -44,6 +44,8 @@ PACKAGES = {
         "omegaconf",
         "antlr4-python3-runtime==4.9.3",
         "torchdata",
+        "peft",
+        "pillow",
     ],
     "skyrl": [
         "skyrl==0.3.0",

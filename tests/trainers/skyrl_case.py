@@ -1,7 +1,11 @@
 """In SkyRL's environment: its scaling of advantages and its policy losses beside ours."""
 
+import ast
+import inspect
 import json
+import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -121,6 +125,19 @@ def warned():
     return names
 
 
+def called_as():
+    """The trainer calls the function that it imports by this name, with arguments that ours takes."""
+    (home,) = sys.modules["skyrl.train"].__path__
+    calls = [
+        node
+        for node in ast.walk(ast.parse(Path(home, "trainer.py").read_text()))
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == ours.apply_loss_reduction_to_advantages_minibatch.__name__
+    ]
+    parameters = inspect.signature(ours.apply_loss_reduction_to_advantages_minibatch).parameters
+    return [not call.args and {word.arg for word in call.keywords} <= set(parameters) for call in calls]
+
+
 def refused():
     """Rows that SkyRL would leave out, and modes without what they need."""
     ones = torch.ones_like(CASE.losses)
@@ -136,6 +153,7 @@ def refused():
 if __name__ == "__main__":
     rows, same = compared()
     refused()
+    assert called_as() == [True]
     print(
         json.dumps(
             {

@@ -40,7 +40,7 @@ def compared():
     }.items():
         expected = CASE.weights(mode, divisor=options.get("divisor"))
         found = weights(ours.scale_advantages(data, mode, **options))
-        rows.append({"function": "ours on Tinker's sum", "mode": mode, "cut": "any", "off": off(found, expected)})
+        rows.append({"function": "rollpack on Tinker's sum", "mode": mode, "cut": "any", "off": off(found, expected)})
     assert weights(data).min() == 1  # the given ones are untouched
     of_weights = [datum(row, mask=None, weights=CASE.mask[row].float()) for row in range(CASE.rows)]
     found = weights(ours.scale_advantages(of_weights, "token_mean", loss_fn="cross_entropy"), "weights")

@@ -1,7 +1,6 @@
 """In TRL's environment: what the mixin refuses, and says."""
 
 import pytest
-import trl_train
 from datasets import Dataset
 from trl import GRPOConfig
 
@@ -10,6 +9,8 @@ from rollpack import PlanError
 
 def refused(told, train=False, **options):
     """``options`` of the trainer are refused with this text, when it is made or when it trains."""
+    import trl_train
+
     settings = {
         "output_dir": "out", "use_cpu": True, "report_to": [], "max_steps": 1, "loss_type": "dapo", "num_generations": 4,
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2,
@@ -27,7 +28,8 @@ def refused(told, train=False, **options):
             trainer.train()
 
 
-if __name__ == "__main__":
+def check():
+    """All of them."""
     refused("loss_type='grpo'", loss_type="grpo")
     refused("importance_sampling_level='sequence'", importance_sampling_level="sequence")
     refused("an entropy bonus", entropy_coef=0.1)

@@ -6,6 +6,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+import trl_refused
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback
@@ -146,3 +147,5 @@ if __name__ == "__main__":
     trainer.train()
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("RESULTS", json.dumps(RESULTS))
+    if not dist.is_initialized():
+        trl_refused.check()
