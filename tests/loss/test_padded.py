@@ -11,6 +11,7 @@ import torch
 from rollpack import DataError, PlanError, RollpackError
 from rollpack.integrations import skyrl, tinker, verl
 from rollpack.integrations.padded import padded_token_weights, row_weights
+from rollpack.testing import check_reducer, padded_rows
 
 LOSSES = torch.tensor([[4.0, 0, 0, 0], [1, 2, 3, 0], [10, 20, 0, 0], [1, 100, 2, 3]], dtype=torch.float64)
 MASK = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 1, 1]])
@@ -69,6 +70,15 @@ def test_a_mean_of_micro_batches_is_none_of_rows():
 def test_a_rollout_cut_over_steps_is_refused():
     with pytest.raises(PlanError, match="rollout x is cut: row 1 is in step 1"):
         row_weights([1, 1], "sample_mean", rollout_ids=["x", "x"], steps=[0, 1])
+
+
+def test_agg_loss_keeps_the_promise():
+    def reduce(x, m):
+        rows, mask = padded_rows(x, m), padded_rows(m.loss_mask, m)
+        return verl.agg_loss(rows, mask, "prompt_mean", dp_size=m.dp_size * m.cp_size, weights=m.sample_weights)
+
+    report = check_reducer(reduce, loss_aggregation="prompt_mean", backend="fsdp")
+    assert report.ok, report
 
 
 def test_verl_without_counts_of_the_step_takes_these_rows():

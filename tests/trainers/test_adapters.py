@@ -31,10 +31,14 @@ def test_verl():
     # Without the counts of the step, only an uncut token mean is one.
     for row in rows_of(seen, "verl agg_loss without counts"):
         assert (row["off"] < HELD) == (row["mode"] == "token-mean" and row["cut"] == "uncut"), row
-    assert [row["causes"] for row in seen["kit"] if row["function"] == "rollpack agg_loss"] == [[]]
     assert seen["registered"] < HELD
     for cap, options, ours, theirs in seen["micro_batches"]:
         assert ours <= theirs, (cap, options)
+    # The rank that needs most says how many, and what one cannot do both refuse.
+    as_many, too_few_rows, over_the_cap = seen["two_ranks"]
+    assert as_many == [5, 5]
+    assert [told.count("one has 2 rows") for told in too_few_rows] == [1, 1]
+    assert [told.count("row 0 has 11 tokens") for told in over_the_cap] == [1, 1]
 
 
 def test_trl():

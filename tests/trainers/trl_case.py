@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from datasets import Dataset, DatasetDict
-from padded_case import as_policy_loss, chosen_case, kit, off
+from padded_case import REAL, as_policy_loss, chosen_case, kit, off
 from trl import GRPOTrainer
 from trl import pack_dataset as theirs
 
@@ -162,4 +162,4 @@ def packing():
 
 
 if __name__ == "__main__":
-    print(json.dumps({"compared": compared(), "kit": checked(), "packing": packing()}))
+    print(json.dumps({"compared": compared(), "kit": checked() if REAL else [], "packing": packing()}))

@@ -11,13 +11,16 @@ def refused(told, train=False, **options):
     """``options`` of the trainer are refused with this text, when it is made or when it trains."""
     import trl_train
 
+    class Trainer(trl_train.Trainer):
+        loss_aggregation, divisor = "prompt_mean", None
+
     settings = {
         "output_dir": "out", "use_cpu": True, "report_to": [], "max_steps": 1, "loss_type": "dapo", "num_generations": 4,
         "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "steps_per_generation": 2,
         "max_completion_length": 8, "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "bf16": False,
     }  # fmt: skip
     with pytest.raises(PlanError, match=told):
-        trainer = trl_train.Trainer(
+        trainer = Trainer(
             model=trl_train.model(),
             args=GRPOConfig(**settings | options),
             reward_funcs=trl_train.reward,

@@ -1,12 +1,14 @@
 """In verl's environment: its aggregation, policy losses and micro-batches beside ours."""
 
 import json
+import tempfile
 from types import SimpleNamespace
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
+import torch.distributed as dist
 from padded_case import REAL, TRACES, Case, chosen_case, kit, off
 from tensordict import TensorDict
 from verl.trainer.ppo import core_algos
@@ -165,6 +167,28 @@ def micro_batches():
     return told
 
 
+def _rank(rank, address, lengths, results):
+    """One rank of two, with rows of these lengths."""
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+    own = lengths[rank]
+    attention = (torch.arange(max(own))[None] < torch.tensor(own)[:, None]).long()
+    batch = TensorDict({"input_ids": attention, "attention_mask": attention}, [len(own)])
+    try:
+        results[rank] = len(ours.rearrange_micro_batches(batch, 10, dp_group=dist.group.WORLD)[0])
+    except PlanError as error:
+        results[rank] = str(error)
+    dist.destroy_process_group()
+
+
+def of_two_ranks(lengths):
+    """How many micro-batches each rank gets, or what it is told."""
+    with tempfile.TemporaryDirectory() as folder, torch.multiprocessing.Manager() as manager:
+        results = manager.dict()
+        arguments = (f"file://{folder}/rendezvous", lengths, results)
+        torch.multiprocessing.start_processes(_rank, arguments, nprocs=2, start_method="fork")
+        return [results[0], results[1]]
+
+
 def fanned_out():
     """A mean of rows where the unit that it is compared with is the rollout, of up to 30 rows."""
     table = pq.read_table(TRACES / "tau_bench_airline_per_turn.parquet")
@@ -202,7 +226,12 @@ def checked():
 
 
 if __name__ == "__main__":
-    told = {"compared": compared() + fanned_out() if REAL else compared(), "kit": checked()}
+    told = {"compared": compared() + fanned_out() if REAL else compared(), "kit": checked() if REAL else []}
     if not REAL:
         told |= {"same": same_as_verl(), "registered": registered(), "micro_batches": micro_batches()}
+        told["two_ranks"] = [
+            of_two_ranks([[9, 8, 7, 6, 5], [3, 3, 3, 3, 3]]),
+            of_two_ranks([[9, 8, 7], [3, 3]]),
+            of_two_ranks([[11], [3]]),
+        ]
     print(json.dumps(told))
