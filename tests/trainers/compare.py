@@ -15,9 +15,10 @@ from environments import HERE, PACKAGES, run
 ORDER = ["verl", "trl", "skyrl", "openrlhf", "areal", "tinker"]
 
 
-def shown(value):
-    """0 is what float64 or float32 rounds to."""
-    return "0" if value < 1e-7 else f"{value:.2g}"
+def shown(values):
+    """The largest; what only rounds is shown by its power of ten."""
+    worst = max(values)
+    return f"{worst:.2g}" if worst >= 1e-7 or worst == 0 else f"{worst:.0e}"
 
 
 def main():
@@ -28,12 +29,17 @@ def main():
         told = json.loads(run(name, HERE / f"{name}_case.py", "real").splitlines()[-1])
         by_result = {}
         for row in told["compared"]:
-            by_result.setdefault((row["function"], shown(row["off"]), row["cut"]), []).append(row["mode"])
+            agrees = row["off"] < 1e-7
+            key = row["function"], row["cut"], agrees or round(row["off"], 3)
+            by_result.setdefault(key, []).append(row)
         joined = {}
-        for (function, off, cut), modes in by_result.items():
-            joined.setdefault((function, off, ", ".join(modes)), []).append(cut)
-        for (function, off, modes), cuts in joined.items():
-            lines.append(f"| {function} ({version}) | {modes} | {'; '.join(cuts)} | {off} |")
+        for (function, cut, key), rows in by_result.items():
+            modes = ", ".join(row["mode"] for row in rows)
+            found = joined.setdefault((function, key, modes), ([], []))
+            found[0].append(cut)
+            found[1].extend(row["off"] for row in rows)
+        for (function, _, modes), (cuts, values) in joined.items():
+            lines.append(f"| {function} ({version}) | {modes} | {'; '.join(cuts)} | {shown(values)} |")
         kit += [
             f"| {row['function']} ({version}) | {row['mode']} | {', '.join(row['causes']) or 'all hold'} |"
             for row in told.get("kit", [])
