@@ -1,7 +1,7 @@
 """What other trainers' mode names mean: the one table that ``plan``, the adapters, the README and the tests go by.
 
-A name also says what the units are and which of them count, so it is for planning. The plan is of a mode of ours: micro-batches,
-reducers and ``sample_weights`` know no other.
+A name also says what the units are and which of them count, so it is for planning. The plan is of a mode of ours:
+micro-batches, reducers and ``sample_weights`` know no other.
 """
 
 from __future__ import annotations

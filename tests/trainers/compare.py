@@ -26,6 +26,10 @@ def main():
     kit = ["| function | mode | what `check_reducer` finds |", "|---|---|---|"]
     for name in ORDER:
         version = PACKAGES[name][0].partition("==")[2]
+
+        def of(function, name=name, version=version):
+            return f"{name} {version}" if function.startswith("rollpack") else version
+
         told = json.loads(run(name, HERE / f"{name}_case.py", "real").splitlines()[-1])
         by_result = {}
         for row in told["compared"]:
@@ -39,9 +43,9 @@ def main():
             found[0].append(cut)
             found[1].extend(row["off"] for row in rows)
         for (function, _, modes), (cuts, values) in joined.items():
-            lines.append(f"| {function} ({version}) | {modes} | {'; '.join(cuts)} | {shown(values)} |")
+            lines.append(f"| {function} ({of(function)}) | {modes} | {'; '.join(cuts)} | {shown(values)} |")
         kit += [
-            f"| {row['function']} ({version}) | {row['mode']} | {', '.join(row['causes']) or 'all hold'} |"
+            f"| {row['function']} ({of(row['function'])}) | {row['mode']} | {', '.join(row['causes']) or 'all hold'} |"
             for row in told.get("kit", [])
         ]
     print("\n".join([*lines, "", *kit]))
