@@ -32,6 +32,7 @@ def test_verl():
     for row in rows_of(seen, "verl agg_loss without counts"):
         assert (row["off"] < HELD) == (row["mode"] == "token-mean" and row["cut"] == "uncut"), row
     assert seen["registered"] < HELD
+    assert max(seen["whole_loss"]) < HELD
     for cap, options, ours, theirs in seen["micro_batches"]:
         assert ours <= theirs, (cap, options)
     # The rank that needs most says how many, and what one cannot do both refuse.

@@ -137,6 +137,45 @@ def registered():
     return worst
 
 
+def whole_loss():
+    """verl's own ``ppo_loss`` on micro-batches of a step: policy term in prompt_mean, entropy in seq-mean-token-mean."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+    from verl.workers.utils.losses import ppo_loss
+
+    settings = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1, "entropy_coeff": 0.5}
+    registered = PolicyLossConfig(loss_mode=ours.register("vanilla"))
+    config = ActorConfig(**settings, loss_agg_mode="seq-mean-token-mean", policy_loss=registered)
+    batch = {"response_mask": CASE.mask.long()}
+    ours.add_weights(batch, "prompt_mean", uids=CASE.groups)
+    log_probs, entropies = (torch.zeros_like(CASE.losses).requires_grad_() for _ in range(2))
+    one = torch.ones(CASE.rows, 1, dtype=torch.long)
+    whole = TensorDict(
+        {
+            **batch,
+            "prompts": one,
+            "responses": CASE.mask.long(),
+            "attention_mask": torch.ones(CASE.rows, CASE.width + 1, dtype=torch.long),
+            "old_log_probs": torch.zeros_like(CASE.losses),
+            "advantages": -CASE.losses,
+        },
+        [CASE.rows],
+    )
+    for rows in np.array_split(np.arange(CASE.rows), 3):
+        part = tu.index_select_tensor_dict(whole, torch.from_numpy(rows))
+        tu.assign_non_tensor(part, dp_size=1, batch_num_tokens=int(CASE.sums.sum()), global_batch_size=CASE.rows)
+        # A log-probability and an entropy for each position of the sequence, of the token after it.
+        outputs = {
+            name: torch.nn.functional.pad(value[rows], (0, 1)).reshape(-1)
+            for name, value in (("log_probs", log_probs), ("entropy", entropies))
+        }
+        ppo_loss(config, outputs, part)[0].backward()
+    return [
+        off(log_probs.grad, CASE.losses * CASE.weights("prompt_mean")),
+        off(entropies.grad, -0.5 * CASE.weights("sample_mean")),
+    ]
+
+
 def micro_batches():
     """Rows of each once, none over the cap; how many beside verl's."""
     width = int(CASE.lengths.max())
@@ -228,7 +267,12 @@ def checked():
 if __name__ == "__main__":
     told = {"compared": compared() + fanned_out() if REAL else compared(), "kit": checked() if REAL else []}
     if not REAL:
-        told |= {"same": same_as_verl(), "registered": registered(), "micro_batches": micro_batches()}
+        told |= {
+            "same": same_as_verl(),
+            "registered": registered(),
+            "whole_loss": whole_loss(),
+            "micro_batches": micro_batches(),
+        }
         told["two_ranks"] = [
             of_two_ranks([[9, 8, 7, 6, 5], [3, 3, 3, 3, 3]]),
             of_two_ranks([[9, 8, 7], [3, 3]]),
