@@ -42,7 +42,7 @@ def test_code_blocks_run(tmp_path, monkeypatch, capsys):
             )
             assert done.returncode == 0, done.stderr + done.stdout
             assert "all agree" in done.stdout
-    assert ran == {"python": 8, "bash": 1}
+    assert ran == {"python": 9, "bash": 1}
     assert sorted(p.name for p in (tmp_path / "packed").iterdir()) == ["dp0-cp0.arrow", "dp1-cp0.arrow"]
 
 

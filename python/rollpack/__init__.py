@@ -6,6 +6,7 @@ reducer. Importing rollpack needs neither torch nor a GPU.
 
 from rollpack._errors import DataError, PlanError, RollpackError, SchemaError
 from rollpack.cost import CostModel
+from rollpack.online import pack_online
 from rollpack.packed import read_packed, write_packed
 from rollpack.packing import MicroBatch, pack
 from rollpack.planning import Plan, Step, plan
@@ -25,6 +26,7 @@ __all__ = [
     "Step",
     "Summary",
     "pack",
+    "pack_online",
     "plan",
     "read_packed",
     "sample_weights",

@@ -7,10 +7,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-__all__ = ["Options", "Planning", "Rows", "inspect", "plan", "sample_weights", "summarize"]
+__all__ = ["Online", "Options", "Planning", "Rows", "inspect", "plan", "sample_weights", "summarize"]
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
 _Cut: TypeAlias = tuple[int, str, int, int]
+_Round: TypeAlias = list[list[list[int]]]
 _Planned: TypeAlias = tuple[_Ints, _Ints, _Ints, _Ints]
 
 class _Request(Protocol):
@@ -67,8 +68,16 @@ class Planning:
     def imbalance(self) -> float: ...
 
 @final
+class Online:
+    def __new__(cls, options: Options, look_ahead: int) -> Online: ...
+    def add(self, rows: _Ints, total_lengths: _Ints) -> list[_Round]: ...
+    def finish(self, step: int) -> _Round: ...
+
+@final
 class Rows:
     def __new__(cls, data: Sequence[Any], request: _Request, gaps: Sequence[int]) -> Rows: ...
+    @staticmethod
+    def joined(parts: Sequence[Rows], gaps: Sequence[int]) -> Rows: ...
     @property
     def num_rows(self) -> int: ...
     @property

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from rollpack import _core
 from rollpack._errors import DataError, PlanError
 from rollpack._sources import Request, Source
 from rollpack.cost import integer
@@ -54,9 +55,10 @@ class MicroBatch(Generic[Array]):
         is_placeholder: whether this is one masked dummy sequence.
         step, dp_rank, cp_rank, index: which micro-batch this is; ``index`` counts from 0 within rank and step.
         num_indices: how many rollouts, and under ``prompt_mean`` prompt groups, the two columns of indices count.
-        num_rollouts, num_prompts, num_tokens: N, P (None where groups were not read) and T of the whole step.
+        num_rollouts, num_prompts, num_tokens: N, P (None where groups were not read) and T (None where :func:`pack_online`
+            was not told) of the whole step.
         loss_aggregation, divisor: the mode that ``sample_weights`` are of.
-        num_micro_batches: K, on each rank in this step.
+        num_micro_batches: K, on each rank in this step; None where the step was still arriving (:func:`pack_online`).
         dp_size, cp_size, layout: D, C, and how sequences are cut over cp ranks.
         plan_id: the plan's id.
     """
@@ -84,10 +86,10 @@ class MicroBatch(Generic[Array]):
     num_indices: tuple[int, int | None]
     num_rollouts: int
     num_prompts: int | None
-    num_tokens: int
+    num_tokens: int | None
     loss_aggregation: str
     divisor: float | None
-    num_micro_batches: int
+    num_micro_batches: int | None
     dp_size: int
     cp_size: int
     layout: str
@@ -107,7 +109,8 @@ class MicroBatch(Generic[Array]):
         return to_device(self, device)
 
     def __repr__(self) -> str:
-        place = f"step {self.step}, dp_rank {self.dp_rank}, cp_rank {self.cp_rank}, {self.index} of {self.num_micro_batches}"
+        place = f"step {self.step}, dp_rank {self.dp_rank}, cp_rank {self.cp_rank}, {self.index}"
+        place += "" if self.num_micro_batches is None else f" of {self.num_micro_batches}"
         what = "placeholder" if self.is_placeholder else f"{len(self.rows)} samples"  # type: ignore[arg-type]
         return f"MicroBatch({what}, {len(self.tokens)} positions, {self.loss_aggregation}, {place})"  # type: ignore[arg-type]
 
@@ -158,12 +161,13 @@ def pack(
 Buffers = Callable[[Sequence[int]], tuple[npt.NDArray[Any], ...]]
 
 
-def _fresh(lengths: Sequence[int]) -> tuple[npt.NDArray[Any], ...]:
+def fresh(lengths: Sequence[int]) -> tuple[npt.NDArray[Any], ...]:
+    """Buffers of their own."""
     return tuple(np.empty(n, dtype) for n, dtype in zip(lengths, (np.int32, np.bool_, np.float32, np.float64), strict=True))
 
 
 #: The plan's columns that packing checks or passes on, each with what a placeholder has there, and those of groups.
-_PLANNED = {
+PLANNED = {
     "row": -1,
     "total_length": 0,
     "response_length": 0,
@@ -172,7 +176,7 @@ _PLANNED = {
     "rollout_index": -1,
     "sample_weight": 0,
 }
-_PLANNED_PROMPTS = {"prompt_mask_sum": 0, "prompt_index": -1}
+PLANNED_PROMPTS = {"prompt_mask_sum": 0, "prompt_index": -1}
 
 
 class Packer:
@@ -243,15 +247,17 @@ class Packer:
             "num_indices": plan._unit_counts,
             "plan_id": plan.id,
         }
-        columns = {name: plan._slice(name, slice(None)) for name in _PLANNED}
+        columns = {name: plan._slice(name, slice(None)) for name in PLANNED}
         if settings.loss_aggregation == "prompt_mean":
-            columns |= {name: plan._slice(name, slice(None)) for name in _PLANNED_PROMPTS}
+            columns |= {name: plan._slice(name, slice(None)) for name in PLANNED_PROMPTS}
         places = plan._bounds_of_rank(step, dp_rank)
         wanted = range(len(places)) if indices is None else indices
 
         def packed(index: int) -> MicroBatch[npt.NDArray[Any]]:
             placed = {name: column[places[index]] for name, column in columns.items()}
-            return self._pack(placed, settings.cut, cp_rank, buffers or _fresh, shared | {"index": index})
+            return pack_rows(
+                self._rows, self._request, placed, settings.cut, cp_rank, buffers or fresh, shared | {"index": index}
+            )
 
         if num_threads == 1:
             yield from map(packed, wanted)
@@ -265,55 +271,56 @@ class Packer:
             while ahead:
                 yield ahead.popleft().result()
 
-    def _pack(
-        self,
-        placed: Mapping[str, npt.NDArray[Any]],
-        cut: tuple[int, str, int, int],
-        cp_rank: int,
-        buffers: Buffers,
-        shared: Any,
-    ) -> MicroBatch[npt.NDArray[Any]]:
-        """``placed``: the plan's columns for this micro-batch. ``shared``: what else it is to hold."""
-        rows, request = self._rows, self._request
-        planned = placed["row"], placed["total_length"], placed["response_length"], placed["mask_sum"]
-        samples, positions, max_seqlen, lengths = rows.size(planned, cut)
-        ints, mask, floats, doubles = buffers(lengths)
-        rows.pack(planned, cut, cp_rank, ints, mask, floats, doubles)
 
-        by_position = _views(ints, [positions] * 4 + [samples + 1] * 2)
-        is_placeholder = len(placed["row"]) == 0
-        if is_placeholder:
-            nothing = _PLANNED | _PLANNED_PROMPTS
-            own = {name: np.full(1, nothing[name], column.dtype) for name, column in placed.items()}
-        else:  # copies: a micro-batch has arrays of its own, and does not keep the plan
-            own = {name: column.copy() for name, column in placed.items()}
-        float_columns = rows.float_columns
-        singles = iter(_views(floats[positions * len(request.token_columns) :], [samples] * sum(float_columns)))
-        others = iter(_views(doubles, [samples] * (len(float_columns) - sum(float_columns))))
-        return MicroBatch(
-            tokens=by_position[0],
-            labels=by_position[1],
-            position_ids=by_position[2],
-            segment_ids=by_position[3],
-            loss_mask=mask,
-            cu_seqlens=by_position[4],
-            cu_seqlens_padded=by_position[5],
-            rows=own["row"],
-            mask_sums=own["mask_sum"],
-            rollout_mask_sums=own["rollout_mask_sum"],
-            prompt_mask_sums=own.get("prompt_mask_sum"),
-            rollout_indices=own["rollout_index"],
-            prompt_indices=own.get("prompt_index"),
-            sample_weights=own["sample_weight"],
-            max_seqlen=max_seqlen,
-            is_placeholder=is_placeholder,
-            **shared,
-            columns=dict(zip(request.token_columns, _views(floats, [positions] * len(request.token_columns)), strict=True)),
-            sample_columns={
-                name: next(singles if single else others)
-                for name, single in zip(request.sample_columns, float_columns, strict=True)
-            },
-        )
+def pack_rows(
+    rows: _core.Rows,
+    request: Request,
+    placed: Mapping[str, npt.NDArray[Any]],
+    cut: tuple[int, str, int, int],
+    cp_rank: int,
+    buffers: Buffers,
+    shared: Any,
+) -> MicroBatch[npt.NDArray[Any]]:
+    """Pack one micro-batch. ``placed``: the plan's columns for it. ``shared``: what else it is to hold."""
+    planned = placed["row"], placed["total_length"], placed["response_length"], placed["mask_sum"]
+    samples, positions, max_seqlen, lengths = rows.size(planned, cut)
+    ints, mask, floats, doubles = buffers(lengths)
+    rows.pack(planned, cut, cp_rank, ints, mask, floats, doubles)
+
+    by_position = _views(ints, [positions] * 4 + [samples + 1] * 2)
+    is_placeholder = len(placed["row"]) == 0
+    if is_placeholder:
+        nothing = PLANNED | PLANNED_PROMPTS
+        own = {name: np.full(1, nothing[name], column.dtype) for name, column in placed.items()}
+    else:  # copies: a micro-batch has arrays of its own, and does not keep the plan
+        own = {name: column.copy() for name, column in placed.items()}
+    float_columns = rows.float_columns
+    singles = iter(_views(floats[positions * len(request.token_columns) :], [samples] * sum(float_columns)))
+    others = iter(_views(doubles, [samples] * (len(float_columns) - sum(float_columns))))
+    return MicroBatch(
+        tokens=by_position[0],
+        labels=by_position[1],
+        position_ids=by_position[2],
+        segment_ids=by_position[3],
+        loss_mask=mask,
+        cu_seqlens=by_position[4],
+        cu_seqlens_padded=by_position[5],
+        rows=own["row"],
+        mask_sums=own["mask_sum"],
+        rollout_mask_sums=own["rollout_mask_sum"],
+        prompt_mask_sums=own.get("prompt_mask_sum"),
+        rollout_indices=own["rollout_index"],
+        prompt_indices=own.get("prompt_index"),
+        sample_weights=own["sample_weight"],
+        max_seqlen=max_seqlen,
+        is_placeholder=is_placeholder,
+        **shared,
+        columns=dict(zip(request.token_columns, _views(floats, [positions] * len(request.token_columns)), strict=True)),
+        sample_columns={
+            name: next(singles if single else others)
+            for name, single in zip(request.sample_columns, float_columns, strict=True)
+        },
+    )
 
 
 def _views(buffer: npt.NDArray[Any], lengths: list[int]) -> list[npt.NDArray[Any]]:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -64,10 +64,32 @@ class Settings:
     sync: str
     keep_together: str | None = None
 
+    @classmethod
+    def of(cls, *, divisor: Any, placeholders: Any, cost: Any, **arguments: Any) -> Settings:
+        """From arguments as callers give them; the core knows which of them go together.
+
+        Raises:
+            PlanError: one that has to be a number is none.
+        """
+        try:
+            divisor = None if divisor is None else float(divisor)
+        except (TypeError, ValueError):
+            raise PlanError(f"divisor is {divisor!r}; it has to be a number") from None
+        numbers = _integer_settings()
+        for name in numbers & arguments.keys():
+            if arguments[name] is not None:
+                arguments[name] = integer(name, arguments[name])
+        return cls(divisor=divisor, placeholders=bool(placeholders), cost=cost_model(cost), **arguments)
+
     @property
     def cut(self) -> tuple[int, str, int, int]:
         """Paddings and the cut over cp ranks, as the core takes them."""
         return self.cp_size, self.layout, self.pad_to_multiple_of, self.pad_micro_batch_to_multiple_of
+
+
+@cache
+def _integer_settings() -> set[str]:
+    return {name for name, kind in get_type_hints(Settings).items() if kind in {int, int | None}}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -370,30 +392,26 @@ def plan(
         PlanError: what cannot be met, and what would meet it.
         SchemaError, DataError: as for :func:`rollpack.summarize`.
     """
-    try:
-        divisor = None if divisor is None else float(divisor)
-    except (TypeError, ValueError):
-        raise PlanError(f"divisor is {divisor!r}; it has to be a number") from None
     name = loss_aggregation
     loss_aggregation, divisor = resolve(name, divisor, empty)
-    settings = Settings(
+    settings = Settings.of(
         loss_aggregation=loss_aggregation,
         divisor=divisor,
         empty=empty,
-        max_tokens_per_gpu=_optional("max_tokens_per_gpu", max_tokens_per_gpu),
-        micro_batch_size=_optional("micro_batch_size", micro_batch_size),
-        dp_size=integer("dp_size", dp_size),
-        cp_size=integer("cp_size", cp_size),
+        max_tokens_per_gpu=max_tokens_per_gpu,
+        micro_batch_size=micro_batch_size,
+        dp_size=dp_size,
+        cp_size=cp_size,
         layout=layout,
-        global_batch_size=_optional("global_batch_size", global_batch_size),
-        prompts_per_step=_optional("prompts_per_step", prompts_per_step),
+        global_batch_size=global_batch_size,
+        prompts_per_step=prompts_per_step,
         remainder=remainder,
         oversize=oversize,
-        placeholders=bool(placeholders),
-        micro_batch_multiple=integer("micro_batch_multiple", micro_batch_multiple),
-        pad_to_multiple_of=integer("pad_to_multiple_of", pad_to_multiple_of),
-        pad_micro_batch_to_multiple_of=integer("pad_micro_batch_to_multiple_of", pad_micro_batch_to_multiple_of),
-        cost=cost_model(cost),
+        placeholders=placeholders,
+        micro_batch_multiple=micro_batch_multiple,
+        pad_to_multiple_of=pad_to_multiple_of,
+        pad_micro_batch_to_multiple_of=pad_micro_batch_to_multiple_of,
+        cost=cost,
         sync=sync,
         keep_together=keep_together,
     )
@@ -431,7 +449,3 @@ def _warn_of_legacy() -> None:
         "of samples. Use token_mean, unless an old run is to be done again",
         stacklevel=3,
     )
-
-
-def _optional(name: str, value: int | None) -> int | None:
-    return None if value is None else integer(name, value)

@@ -117,7 +117,7 @@ def test_what_goes_wrong_in_the_background_is_raised_in_the_loop_with_its_traceb
         for _ in micro_batches(rows, plan, device="cpu"):
             seen += 1
     assert seen == 2
-    assert any(entry.name == "_pack" for entry in caught.traceback)
+    assert any(entry.name == "pack_rows" for entry in caught.traceback)
     assert not threads()
 
 
@@ -151,7 +151,7 @@ def test_no_more_than_was_asked_for_is_made_ahead(plan):
 
     def counted(lengths):
         made.append(lengths)
-        return rollpack.packing._fresh(lengths)
+        return rollpack.packing.fresh(lengths)
 
     packer = rollpack.packing.Packer(TABLE, plan.columns)
     items = ((m.to("cpu"), None) for m in packer.rank(plan, 0, 0, 0, buffers=counted))

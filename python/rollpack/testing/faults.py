@@ -105,9 +105,9 @@ class Layout:
     def __init__(self, ranks: list[list[MicroBatch[Any]]], truth: Truth, divisor: float | None, group_size: int) -> None:
         self.divisor = divisor
         self.num_tokens = len(truth.losses)
-        parts = [_Part(micro_batch, truth, group_size) for rank in ranks for micro_batch in rank]
+        parts = [_Part(mb, truth, group_size, mb is rank[-1]) for rank in ranks for mb in rank]
         first = ranks[0][0]
-        self.sizes = {"k": first.num_micro_batches, "d": first.dp_size, "c": first.cp_size}
+        self.sizes = {"k": len(ranks[0]), "d": first.dp_size, "c": first.cp_size}
         offsets = np.cumsum([0, *(len(part.ids["row"]) for part in parts)])
         self.entries = np.concatenate([part.entries + at for part, at in zip(parts, offsets, strict=False)])
         self.tokens = np.concatenate([part.tokens for part in parts])
@@ -177,7 +177,7 @@ class Layout:
 class _Part:
     """The arrays of :class:`Layout` for one micro-batch."""
 
-    def __init__(self, micro_batch: MicroBatch[Any], truth: Truth, group_size: int) -> None:
+    def __init__(self, micro_batch: MicroBatch[Any], truth: Truth, group_size: int, is_last: bool) -> None:
         mb = micro_batch
         rollouts = truth.rollouts
         samples = len(mb.rows)
@@ -205,7 +205,7 @@ class _Part:
         everything = np.ones_like(mask)
         self.kept = {
             "all": everything,
-            "last": everything & (mb.index == mb.num_micro_batches - 1),
+            "last": everything & is_last,
             "first": everything & (mb.index == 0),
             "rank": everything & (mb.dp_rank == mb.cp_rank == 0),
             "dp rank": everything & (mb.dp_rank == 0),

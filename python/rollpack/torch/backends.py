@@ -24,7 +24,7 @@ def gradient_factor(
     *,
     dp_size: int,
     cp_size: int,
-    num_micro_batches: int,
+    num_micro_batches: int | None,
     num_tokens: int | None = None,
     accumulation_steps: int | None = None,
     own_accumulation_boundary: bool = False,
@@ -59,7 +59,8 @@ def gradient_factor(
         backend: one of the names above.
         dp_size: D.
         cp_size: C. Gradients have to be averaged over the dp x cp group: a group without cp would count cp twice.
-        num_micro_batches: K, of each rank in this step.
+        num_micro_batches: K, of each rank in this step; None where it is not known and not
+            needed.
         num_tokens: T of the step, for ``megatron_per_token``.
         accumulation_steps: G, the ``gradient_accumulation_steps`` that Accelerate or DeepSpeed is configured with, or the
             micro-batches in the window of the Trainer.
@@ -71,7 +72,7 @@ def gradient_factor(
     """
     sizes = {"dp_size": dp_size, "cp_size": cp_size, "num_micro_batches": num_micro_batches}
     for name, size in sizes.items():
-        if size < 1:
+        if size is not None and size < 1:
             raise PlanError(f"{name} is {size}; it has to be at least 1")
     accumulates = backend in {"accelerate", "deepspeed", "hf_trainer"}
     if not accumulates and (accumulation_steps is not None or own_accumulation_boundary):
@@ -85,9 +86,9 @@ def gradient_factor(
             steps = _accumulation(backend, accumulation_steps, num_micro_batches, own_accumulation_boundary)
             return dp_size * cp_size * steps
         case "megatron":
-            return num_micro_batches * dp_size * cp_size
+            return _known(backend, num_micro_batches) * dp_size * cp_size
         case "megatron_legacy":
-            return num_micro_batches * dp_size
+            return _known(backend, num_micro_batches) * dp_size
         case "megatron_per_token":
             if num_tokens is None:
                 raise PlanError("backend 'megatron_per_token' needs num_tokens, the trained tokens of the whole step")
@@ -96,12 +97,21 @@ def gradient_factor(
             raise PlanError(f"backend is {backend!r}; it has to be one of {', '.join(BACKENDS)}")
 
 
-def _accumulation(backend: str, steps: int | None, num_micro_batches: int, own_boundary: bool) -> int:
+def _known(backend: str, num_micro_batches: int | None) -> int:
+    if num_micro_batches is None:
+        raise PlanError(
+            f"backend {backend!r} needs the number of micro-batches in the step, which is not known while it arrives: plan "
+            "each step when all of it is there"
+        )
+    return num_micro_batches
+
+
+def _accumulation(backend: str, steps: int | None, num_micro_batches: int | None, own_boundary: bool) -> int:
     if steps is None:
         raise PlanError(f"backend {backend!r} needs accumulation_steps=, its configured gradient_accumulation_steps")
     if steps < 1:
         raise PlanError(f"accumulation_steps is {steps}; it has to be at least 1")
-    if steps != num_micro_batches and not own_boundary:
+    if not own_boundary and steps != _known(backend, num_micro_batches):
         raise PlanError(
             f"{backend} is configured with accumulation_steps {steps}, and this step has {num_micro_batches} micro-batches "
             "on each rank, so its optimizer would not step at the end of it. Configure the same number, or set the "

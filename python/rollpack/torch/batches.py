@@ -50,7 +50,12 @@ def with_mode_weights(micro_batch: MicroBatch[Any]) -> MicroBatch[Any]:
 
 def _mode_weights(micro_batch: MicroBatch[Any]) -> dict[str, Any]:
     """The weights of the modes that need no more than a micro-batch has, but for its own."""
-    modes = {"sample_mean", "token_mean"} | ({"prompt_mean"} if micro_batch.prompt_mask_sums is not None else set())
+    known = {
+        "sample_mean": True,
+        "prompt_mean": micro_batch.prompt_mask_sums is not None,
+        "token_mean": micro_batch.num_tokens is not None,
+    }
+    modes = {mode for mode, is_known in known.items() if is_known}
     return {mode: mode_weights(micro_batch, mode) for mode in sorted(modes - {micro_batch.loss_aggregation})}
 
 

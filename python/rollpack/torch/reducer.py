@@ -272,9 +272,11 @@ class _Seen:
     def finish(self) -> None:
         if self._first is None:
             raise PlanError("the step ended without a micro-batch")
-        missing = sorted(set(range(self._first.num_micro_batches)) - self.indices)
+        # While a step arrives, nobody knows how many there are to be.
+        number = self._first.num_micro_batches or self._last + 1
+        missing = sorted(set(range(number)) - self.indices)
         if missing:
             raise PlanError(
-                f"step {self._first.step} has {self._first.num_micro_batches} micro-batches on this rank, and "
+                f"step {self._first.step} has {number} micro-batches on this rank, and "
                 f"{', '.join(map(str, missing))} did not come"
             )

@@ -152,19 +152,10 @@ impl Rooms for Table {
 pub fn fill_each(lengths: &[i64], capacity: i64, breadth: usize) -> Vec<Vec<usize>> {
     let sorted = sorted(lengths);
     let mut left = Left::new(&sorted);
-    let mut search = Search { breadth, ..Search::default() };
+    let mut search = Search::new(breadth, MAX_TRIES.min(WORK / lengths.len().max(1)));
     let mut bins = Vec::new();
     while let Some(first) = left.longest(0) {
-        left.take(first);
-        let room = capacity - sorted[first].0;
-        search.tries = MAX_TRIES.min(WORK / lengths.len());
-        search.best_room = room + 1;
-        search.on_top(&mut left, first + 1, room);
-        let members = [first].into_iter().chain(search.best.iter().copied());
-        bins.push(members.map(|place| sorted[place].1).collect());
-        for place in &search.best {
-            left.take(*place);
-        }
+        bins.push(search.fill(&mut left, first, capacity).map(|place| sorted[place].1).collect());
     }
     bins
 }
@@ -193,9 +184,9 @@ pub fn few_bins(lengths: &[i64], capacity: i64, enough: impl Fn(usize) -> bool) 
 }
 
 /// The search for what fills a bin best.
-#[derive(Default)]
-struct Search {
+pub(crate) struct Search {
     breadth: usize,
+    max_tries: usize,
     tries: usize,
     chosen: Vec<usize>,
     best: Vec<usize>,
@@ -203,6 +194,24 @@ struct Search {
 }
 
 impl Search {
+    pub fn new(breadth: usize, max_tries: usize) -> Self {
+        Self { breadth, max_tries, tries: 0, chosen: Vec::new(), best: Vec::new(), best_room: 0 }
+    }
+
+    /// Takes `first`, and what leaves the least room beside it: their places. Where `first` is over the capacity, it alone.
+    pub fn fill(&mut self, left: &mut Left<'_>, first: usize, capacity: i64) -> impl Iterator<Item = usize> {
+        left.take(first);
+        let room = capacity - left.sorted[first].0;
+        self.tries = self.max_tries;
+        self.best_room = room.saturating_add(1);
+        self.best.clear();
+        self.on_top(left, 0, room);
+        for place in &self.best {
+            left.take(*place);
+        }
+        [first].into_iter().chain(self.best.iter().copied())
+    }
+
     /// Tries samples from `place` on, longest first, on top of those that are chosen, which leave `room`.
     fn on_top(&mut self, left: &mut Left<'_>, place: usize, room: i64) {
         if room < self.best_room {

@@ -2,7 +2,7 @@
 //!
 //! It knows nothing of Python. Each rule has one home: which column plays which role in [`columns`], types in [`arrays`], checking rows in
 //! [`check`], ids in [`ids`], the meaning of every mode in [`weights`], optimizer steps in [`steps`], the budget in
-//! [`bins`], balance over ranks in [`balance`] and, where they wait at every micro-batch, in [`lockstep`], whole units on a rank in [`keep`], cost in [`cost`],
+//! [`bins`], balance over ranks in [`balance`] and, where they wait at every micro-batch, in [`lockstep`], whole units on a rank in [`keep`], steps that are still arriving in [`online`], cost in [`cost`],
 //! padding and context parallelism in [`cut`].
 #![forbid(unsafe_code)]
 
@@ -18,6 +18,7 @@ pub mod ids;
 pub mod keep;
 mod left;
 pub mod lockstep;
+pub mod online;
 pub mod pack;
 pub mod plan;
 pub mod steps;

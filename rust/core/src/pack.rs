@@ -36,6 +36,13 @@ impl Rows {
         Ok(())
     }
 
+    /// The rows of others. They share the memory.
+    pub fn append(&mut self, others: &Self) {
+        let moved = |b: &Samples| Samples { first_row: self.num_rows + b.first_row, ..b.clone() };
+        self.batches.extend(others.batches.iter().map(moved));
+        self.skip(others.num_rows);
+    }
+
     /// The next rows are left out.
     pub fn skip(&mut self, num_rows: i64) {
         self.num_rows += num_rows;

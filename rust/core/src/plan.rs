@@ -106,6 +106,7 @@ pub fn shape(options: &Options) -> Result<Shape> {
 /// Plans a summary.
 pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
     let per_step = shape(options)?;
+    summary.check()?;
     if summary.is_empty() {
         return Err(Error::Input("the summary has no rows: there is nothing to plan".to_owned()));
     }
@@ -144,7 +145,7 @@ pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
         dropped_rows: cut_into.dropped.iter().map(|s| summary.row[*s]).collect(),
         ..Plan::default()
     };
-    let sums = MaskSums::new(&numbered, &summary.mask_sum);
+    let sums = MaskSums::new(&numbered, summary);
     let mut waits = Waits::default();
     for (index, samples) in cut_into.samples.iter().enumerate() {
         plan.add_step(index, samples, summary, &numbered, &sums, options, &per_step, &mut waits)?;
@@ -180,11 +181,37 @@ fn capacity(max_tokens_per_gpu: i64, options: &Options) -> Result<i64> {
     Ok(capacity)
 }
 
+/// What a sample that is longer than a micro-batch is told.
+pub(crate) fn over_budget(row: i64, length: i64, padded: i64, options: &Options) -> Error {
+    let (cp_size, cut) = (options.cut.cp_size, &options.cut);
+    let per_gpu = match options.budget {
+        Budget::TokensPerGpu(tokens) | Budget::Samples(tokens) => tokens,
+    };
+    Error::Plan(format!(
+        "row {row} has {length} tokens ({} padded), and the budget is {} (max_tokens_per_gpu {per_gpu} x cp_size \
+         {cp_size}). Raise max_tokens_per_gpu, or pass oversize='alone' to give it a micro-batch of its own",
+        cut.padded_total(padded),
+        per_gpu.saturating_mul(cp_size)
+    ))
+}
+
+/// Refuses a micro-batch of more padded tokens than positions can count.
+pub(crate) fn positions_fit(padded: i64) -> Result<()> {
+    if padded <= MAX_TOKENS {
+        return Ok(());
+    }
+    plan_error!(
+        "a micro-batch would have {padded} padded tokens, and positions are int32; make micro-batches smaller"
+    )
+}
+
 fn number(summary: &Summary) -> Result<Numbered> {
     let mut grouping = Grouping::default();
     let numbered = grouping.number(&summary.key, summary.group.as_ref(), summary.len())?;
-    for (i, row) in summary.row.iter().enumerate() {
-        grouping.one_group(&numbered, i, *row, &summary.key, summary.group.as_ref())?;
+    if numbered.groups.is_some() {
+        for (i, row) in summary.row.iter().enumerate() {
+            grouping.one_group(&numbered, i, *row, &summary.key, summary.group.as_ref())?;
+        }
     }
     let mut ids = numbered.rollouts.iter().chain(numbered.groups.iter().flatten());
     if ids.any(|id| *id == NO_ID) {
@@ -195,22 +222,23 @@ fn number(summary: &Summary) -> Result<Numbered> {
 
 /// Mask sums per rollout and per group. A rollout is in one step, or dropped, as a whole, and so is a group that counts.
 struct MaskSums {
-    rollouts: Vec<i64>,
+    /// None where each row is a rollout.
+    rollouts: Option<Vec<i64>>,
     /// Of use where groups are whole, so under `prompt_mean`.
     groups: Vec<i64>,
 }
 
 impl MaskSums {
-    fn new(numbered: &Numbered, mask_sums: &[i64]) -> Self {
+    fn new(numbered: &Numbered, summary: &Summary) -> Self {
         let sum = |units: &[usize]| {
             let mut sums = vec![0; units.iter().max().map_or(0, |last| last + 1)];
-            for (unit, mask_sum) in units.iter().zip(mask_sums) {
+            for (unit, mask_sum) in units.iter().zip(&summary.mask_sum) {
                 sums[*unit] += mask_sum;
             }
             sums
         };
         Self {
-            rollouts: sum(&numbered.rollouts),
+            rollouts: (!summary.key.is_empty()).then(|| sum(&numbered.rollouts)),
             groups: numbered.groups.as_deref().map_or_else(Vec::new, sum),
         }
     }
@@ -223,6 +251,18 @@ fn units_of(samples: &[usize], units: &[usize], mask_sums: &[i64], count_empty: 
     seen.sort_unstable_by_key(|(unit, trained)| (*unit, !trained));
     seen.dedup_by_key(|(unit, _)| *unit);
     seen.iter().filter(|(_, trained)| count_empty || *trained).count() as i64
+}
+
+/// The values in consecutive parts of these sizes.
+fn parts<'a>(
+    sizes: impl Iterator<Item = usize> + 'a,
+    mut values: &'a [i64],
+) -> impl Iterator<Item = &'a [i64]> + 'a {
+    sizes.map(move |size| {
+        let (part, rest) = values.split_at(size);
+        values = rest;
+        part
+    })
 }
 
 impl Plan {
@@ -257,8 +297,6 @@ impl Plan {
             Some((keep, units)) => schedule_units(index, &lengths, &costs, &units, keep, shape)?,
             None => schedule(index, &lengths, &costs, shape)?,
         };
-        waits.add(&micro_batches, samples, &lengths, summary, options, shape)?;
-
         let count = |units: &[usize]| units_of(samples, units, &summary.mask_sum, options.count_empty);
         let step = Step {
             num_rollouts: count(&numbered.rollouts),
@@ -279,9 +317,17 @@ impl Plan {
         place(&mut self.total_length, &summary.total_length);
         place(&mut self.response_length, &summary.response_length);
         place(&mut self.mask_sum, &summary.mask_sum);
-        let rollouts = placed.iter().map(|s| numbered.rollouts[*s]);
-        self.rollout_mask_sum.extend(rollouts.clone().map(|rollout| sums.rollouts[rollout]));
-        self.rollout_index.extend(rollouts.map(|rollout| rollout as i64));
+        match &sums.rollouts {
+            None => {
+                self.rollout_index.extend(placed.iter().map(|s| *s as i64));
+                self.rollout_mask_sum.extend_from_slice(&self.mask_sum[first..]);
+            }
+            Some(sums) => {
+                let rollouts = placed.iter().map(|s| numbered.rollouts[*s]);
+                self.rollout_mask_sum.extend(rollouts.clone().map(|rollout| sums[rollout]));
+                self.rollout_index.extend(rollouts.map(|rollout| rollout as i64));
+            }
+        }
         if let (Some(index), Some(column), Some(groups)) =
             (&mut self.prompt_index, &mut self.prompt_mask_sum, &numbered.groups)
         {
@@ -289,19 +335,23 @@ impl Plan {
             column.extend(groups.clone().map(|group| sums.groups[group]));
             index.extend(groups.map(|group| group as i64));
         }
-        let of_micro_batches: Vec<i64> =
-            micro_batches.iter().map(|m| m.iter().map(|i| summary.mask_sum[samples[*i]]).sum()).collect();
-        let micro_batch_mask_sums: Vec<i64> = micro_batches
-            .iter()
-            .zip(&of_micro_batches)
-            .flat_map(|(m, sum)| repeat_n(*sum, m.len()))
-            .collect();
-        self.sample_weight.extend(sample_weights(
+        let sizes = || micro_batches.iter().map(Vec::len);
+        waits.add(sizes(), &self.total_length[first..], options, shape)?;
+        let of_micro_batches: Vec<i64> = match options.mode {
+            Mode::TokenMeanLegacy => {
+                parts(sizes(), &self.mask_sum[first..]).map(|m| m.iter().sum()).collect()
+            }
+            _ => Vec::new(),
+        };
+        let micro_batch_mask_sums: Vec<i64> =
+            of_micro_batches.iter().zip(sizes()).flat_map(|(sum, size)| repeat_n(*sum, size)).collect();
+        let legacy = options.mode == Mode::TokenMeanLegacy;
+        let mut weights = sample_weights(
             options.mode,
-            self.row.len() - first,
+            samples.len(),
             Some(&self.rollout_mask_sum[first..]),
             self.prompt_mask_sum.as_deref().map(|sums| &sums[first..]),
-            Some(&micro_batch_mask_sums),
+            legacy.then_some(&micro_batch_mask_sums[..]),
             &Totals {
                 num_rollouts: Some(step.num_rollouts),
                 num_prompts: step.num_prompts,
@@ -309,7 +359,12 @@ impl Plan {
                 num_micro_batches: Some(of_micro_batches.iter().filter(|sum| **sum > 0).count() as i64),
                 divisor: options.divisor,
             },
-        )?);
+        )?;
+        if self.sample_weight.is_empty() {
+            self.sample_weight = weights;
+        } else {
+            self.sample_weight.append(&mut weights);
+        }
         Ok(())
     }
 
@@ -319,16 +374,7 @@ impl Plan {
             self.oversize_rows.push(row);
             return Ok(());
         }
-        let Budget::TokensPerGpu(per_gpu) = options.budget else {
-            return Ok(());
-        };
-        let cp_size = options.cut.cp_size;
-        plan_error!(
-            "row {row} has {length} tokens ({} padded), and the budget is {} (max_tokens_per_gpu {per_gpu} x cp_size \
-             {cp_size}). Raise max_tokens_per_gpu, or pass oversize='alone' to give it a micro-batch of its own",
-            options.cut.padded_total(padded),
-            per_gpu.saturating_mul(cp_size)
-        )
+        Err(over_budget(row, length, padded, options))
     }
 
     /// Hands out the placed samples, one row each; the plan keeps its steps, their bounds and its ratios. The last columns,
@@ -385,38 +431,31 @@ struct Waits {
 }
 
 impl Waits {
-    #[allow(clippy::too_many_arguments)] // one call
+    /// `sizes`: of the micro-batches, whose samples have these lengths one after the other.
     fn add(
         &mut self,
-        micro_batches: &[Vec<usize>],
-        samples: &[usize],
-        lengths: &[i64],
-        summary: &Summary,
+        sizes: impl Iterator<Item = usize>,
+        total_lengths: &[i64],
         options: &Options,
         shape: &Shape,
     ) -> Result<()> {
-        // In one go, and each cost anew: looking them up, in no order at all, would take longer.
-        let of = |micro_batch: &Vec<usize>| {
-            micro_batch.iter().map(|s| lengths[*s]).fold((0i64, 0), |(tokens, cost): (_, Cost), length| {
+        let of = |micro_batch: &[i64]| {
+            let lengths = micro_batch.iter().map(|length| options.cut.padded(*length));
+            lengths.fold((0i64, 0), |(tokens, cost): (_, Cost), length| {
                 (tokens.saturating_add(length), cost.saturating_add(options.cost.cost(length)))
             })
         };
-        let (padded, loads): (Vec<i64>, Vec<Cost>) = micro_batches
-            .iter()
+        let (padded, loads): (Vec<i64>, Vec<Cost>) = parts(sizes, total_lengths)
             .map(of)
             .map(|(tokens, cost)| (options.cut.padded_total(tokens), cost))
             .unzip();
         let longest = padded.iter().copied().max().unwrap_or(0);
-        if longest > MAX_TOKENS {
-            return plan_error!(
-                "a micro-batch would have {longest} padded tokens, and positions are int32; make micro-batches smaller"
-            );
-        }
+        positions_fit(longest)?;
         let budget = match shape.limit {
             Limit::Tokens(capacity) => capacity,
             Limit::Samples(_) => longest,
         };
-        self.tokens += samples.iter().map(|s| summary.total_length[*s]).sum::<i64>();
+        self.tokens += total_lengths.iter().sum::<i64>();
         self.room += padded.iter().map(|p| budget.max(*p)).sum::<i64>();
         let per_rank = loads.len() / shape.dp_size;
         let slowest = match shape.sync {

@@ -189,20 +189,18 @@ impl Summary {
             }
         };
         let ids = |name: &str| Ids::import(name, column(name)?, 0);
-        let summary = Self {
+        Ok(Self {
             row: integers("row")?,
             total_length: integers("total_length")?,
             response_length: integers("response_length")?,
             mask_sum: integers("mask_sum")?,
             key: names.iter().map(|n| ids(n)).collect::<Result<_>>()?,
             group: if groups { Some(ids("group_index")?) } else { None },
-        };
-        summary.check()?;
-        Ok(summary)
+        })
     }
 
     /// A summary may come from a file or another process: what planning relies on is checked.
-    fn check(&self) -> Result<()> {
+    pub(crate) fn check(&self) -> Result<()> {
         for (i, row) in self.row.iter().enumerate() {
             let (total, response, sum) = (self.total_length[i], self.response_length[i], self.mask_sum[i]);
             if !(0 <= sum && sum <= response && response <= total && (1..=MAX_TOKENS).contains(&total)) {

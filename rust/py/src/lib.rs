@@ -17,6 +17,7 @@ use rollpack_core::columns;
 use rollpack_core::cost::CostModel;
 use rollpack_core::cut::{Cut, Layout};
 use rollpack_core::keep::Keep;
+use rollpack_core::online::{self, Round};
 use rollpack_core::pack::{self, Buffers, Planned, Size};
 use rollpack_core::plan::{self, Budget, Options};
 use rollpack_core::steps::{Remainder, StepSize};
@@ -258,6 +259,34 @@ fn make_plan(
     })
 }
 
+/// Samples of a step that is arriving, which wait until they can go out.
+#[pyclass]
+struct Online(online::Online);
+
+#[pymethods]
+impl Online {
+    #[new]
+    fn new(py: Python<'_>, options: &PlanOptions, look_ahead: i64) -> PyResult<Self> {
+        online::Online::new(options.0, look_ahead).map(Self).map_err(|e| raise(py, &e))
+    }
+
+    /// The rounds that can go out: rank, micro-batch, samples, numbered as they came in this step.
+    fn add(
+        &mut self,
+        py: Python<'_>,
+        rows: PyReadonlyArray1<'_, i64>,
+        total_lengths: PyReadonlyArray1<'_, i64>,
+    ) -> PyResult<Vec<Round>> {
+        let (rows, lengths) = (rows.as_slice()?, total_lengths.as_slice()?);
+        released(py, || self.0.add(rows, lengths))
+    }
+
+    /// What still waits at the end of a step.
+    fn finish(&mut self, py: Python<'_>, step: usize) -> PyResult<Round> {
+        released(py, || self.0.finish(step))
+    }
+}
+
 /// Rows that micro-batches are packed from, held as Arrow.
 #[pyclass(frozen)]
 struct Rows(pack::Rows);
@@ -292,6 +321,17 @@ impl Rows {
             }
             Ok(Self(rows))
         })
+    }
+
+    /// The rows of several, with so many rows left out before each.
+    #[staticmethod]
+    fn joined(parts: Vec<PyRef<'_, Self>>, gaps: Vec<i64>) -> Self {
+        let mut rows = pack::Rows::default();
+        for (part, gap) in parts.iter().zip(gaps) {
+            rows.skip(gap);
+            rows.append(&part.0);
+        }
+        Self(rows)
     }
 
     #[getter]
@@ -366,5 +406,5 @@ fn sample_weights<'py>(
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::{PlanOptions, Planning, Rows, inspect, make_plan, sample_weights, summarize};
+    use super::{Online, PlanOptions, Planning, Rows, inspect, make_plan, sample_weights, summarize};
 }
