@@ -21,6 +21,7 @@ from rollpack import _core
 from rollpack._errors import DataError, PlanError
 from rollpack._files import write_whole
 from rollpack.cost import CostModel, cost_model, integer
+from rollpack.names import check_units, resolve
 from rollpack.summary import Summary, summarize
 
 _METADATA, _ID = b"rollpack.plan", b"rollpack.plan_id"
@@ -353,6 +354,8 @@ def plan(
         loss_aggregation: ``sample_mean``, ``prompt_mean``, ``token_mean`` or ``constant``; see the README's table. Or
             ``token_mean_legacy``, SkyRL's old token mean, for doing an old run again: the mean over the micro-batches of
             all ranks, those with a trained token, of each one's own token mean. It depends on the cut, and warns of it.
+            Or another trainer's name with its prefix, as ``trl:dapo`` (:data:`rollpack.names.MODES`): the plan is of the
+            mode of ours that it is, or the error says why none is.
         divisor: L of ``constant``, finite and above 0; for no other mode.
         empty: whether a rollout or group without a trained token counts in the mean (``count``) or not (``skip``).
         max_tokens_per_gpu: a micro-batch has at most ``max_tokens_per_gpu * cp_size`` tokens, padding included.
@@ -389,6 +392,8 @@ def plan(
         PlanError: what cannot be met, and what would meet it.
         SchemaError, DataError: as for :func:`rollpack.summarize`.
     """
+    name = loss_aggregation
+    loss_aggregation, divisor = resolve(name, divisor, empty)
     settings = Settings.of(
         loss_aggregation=loss_aggregation,
         divisor=divisor,
@@ -421,6 +426,7 @@ def plan(
     if loss_aggregation == "token_mean_legacy":
         _warn_of_legacy()
     planned = _core.plan(summary._batch, summary.rollout_key, summary.groups, options)
+    check_units(name, *(planned.placements.column(column).to_numpy() for column in ("row", "rollout_index")))
     return Plan(
         steps=tuple(Step(*step) for step in planned.steps),
         settings=settings,

@@ -110,6 +110,7 @@ class Work:
 
     def __init__(self) -> None:
         import tiny
+
         import trainers
 
         self.tiny, self.trainers = tiny, trainers

@@ -125,7 +125,7 @@ def _cost(text: str) -> str | CostModel:
 
 #: Argument of plan → how its flag is read, what stands for the value, and what it does.
 PLAN_FLAGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
-    "loss_aggregation": (str, "MODE", "sample_mean, prompt_mean, token_mean or constant"),
+    "loss_aggregation": (str, "MODE", "sample_mean, prompt_mean, token_mean or constant; or a trainer's, as trl:dapo"),
     "divisor": (float, "L", "the constant of constant"),
     "empty": (str, "count|skip", "whether rollouts and groups without a trained token count in the mean"),
     "max_tokens_per_gpu": (_integer, "N", "a micro-batch has at most N x cp size tokens, padding included"),

@@ -1,0 +1,1 @@
+"""Adapters for trainers, one module each. None imports its trainer before it is used."""
