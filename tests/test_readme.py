@@ -2,9 +2,12 @@
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -29,6 +32,8 @@ def test_code_blocks_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     namespace = {}
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}.items():
+        monkeypatch.setenv(name, str(value))  # as torchrun does
     ran = {"python": 0, "bash": 0}
     for kind, text in BLOCKS:
         if text in SETUP + OF_TRAINERS:
@@ -42,8 +47,15 @@ def test_code_blocks_run(tmp_path, monkeypatch, capsys):
             )
             assert done.returncode == 0, done.stderr + done.stdout
             assert "all agree" in done.stdout
-    assert ran == {"python": 9, "bash": 1}
+    torch.distributed.destroy_process_group()
+    assert ran == {"python": 14, "bash": 1}
     assert sorted(p.name for p in (tmp_path / "packed").iterdir()) == ["dp0-cp0.arrow", "dp1-cp0.arrow"]
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def test_every_public_name_has_a_docstring():

@@ -97,6 +97,14 @@ PACKAGES = {
         "typing-extensions",
         "zstandard",
     ],
+    "torchtitan": [
+        "torchtitan==0.3.0",
+        "spmd_types==0.2.3",
+        "torch_checkpointing==0.1.1",
+        "tyro==1.0.17",
+        "docstring-parser==0.18.0",
+        "typeguard==4.6.1",
+    ],
     "openrlhf": ["openrlhf==0.11.2"],
     "areal": ["areal==1.0.4"],
 }
