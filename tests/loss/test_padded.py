@@ -39,6 +39,8 @@ def test_fan_out_and_empty_rows_by_hand():
     sums = torch.tensor([1, 3, 2, 0])
     ids = ["A", "A", "B", "C"]
     assert row_weights(sums, "sample_mean", rollout_ids=ids).tolist() == pytest.approx([1 / 12, 1 / 12, 1 / 6, 0])
+    tuples = [(0, 0), (0, 0), (0, 1), (1, 0)]
+    assert row_weights(sums, "sample_mean", rollout_ids=tuples).tolist() == pytest.approx([1 / 12, 1 / 12, 1 / 6, 0])
     skipped = row_weights(sums, "sample_mean", rollout_ids=ids, empty="skip")
     assert skipped.tolist() == pytest.approx([1 / 8, 1 / 8, 1 / 4, 0])
     assert row_weights(sums, "trl:grpo").tolist() == pytest.approx([1 / 4, 1 / 12, 1 / 8, 0])

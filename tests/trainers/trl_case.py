@@ -151,13 +151,17 @@ def packing():
             assert example["labels"][at : at + length] == [-t for t in seen[-1]]
             at += length
     assert sorted(seen) == sorted(tokens)
-    both = pack_dataset(DatasetDict(train=data, test=data), 600, columns=("input_ids",))
-    assert both["test"].column_names == ["input_ids", "seq_lengths"]
+    both = pack_dataset(DatasetDict(train=data, test=data), 600, "bfd", {"desc": "Packing"})
+    assert both["test"][:] == packed[:]
     of_trl = theirs(data.select_columns(["input_ids", "labels"]), 600)
     assert set(of_trl.column_names) == set(packed.column_names)
     for bad, error in ((data, PlanError), (data.select_columns(["name"]), DataError)):
         with pytest.raises(error):
             pack_dataset(bad, 100)
+    with pytest.raises(PlanError, match="'wrapped'"):
+        pack_dataset(data, 600, "wrapped")
+    shuffled = pack_dataset(data.shuffle(seed=0).select_columns(["input_ids"]), 600)
+    assert sum(map(sum, shuffled["input_ids"])) == sum(map(sum, tokens))
     return [len(packed), len(of_trl), -(-sum(map(len, tokens)) // 600)]
 
 

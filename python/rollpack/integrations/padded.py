@@ -15,7 +15,7 @@ from rollpack.names import resolve
 from rollpack.planning import plan
 from rollpack.torch.weights import token_weights
 
-#: [B] of numbers or text, as a tensor, an array or a list.
+#: [B] of numbers, text or tuples of one of these, as a tensor, an array or a list.
 Ids = torch.Tensor | npt.NDArray[Any] | Sequence[Hashable]
 
 
@@ -53,6 +53,8 @@ def row_weights(
     columns = {"rollout_id": rollout_ids, "group_index": prompt_ids}
     ids = {name: _host(given) for name, given in columns.items() if given is not None}
     for name, given in ids.items():
+        if given.ndim > 1:  # ids of several parts, as (group, trajectory)
+            ids[name] = np.unique(given, axis=0, return_inverse=True)[1].reshape(-1)
         if len(given) != len(sums):
             raise RollpackError(f"there are {len(given)} values of {name} for {len(sums)} rows")
     at = np.zeros(len(sums), np.int64) if steps is None else np.unique(_host(steps), return_inverse=True)[1]

@@ -130,21 +130,30 @@ def _in_order(slices: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return ordered
 
 
-def pack_dataset(dataset: Any, seq_length: int, columns: tuple[str, ...] | None = None) -> Any:
+def pack_dataset(dataset: Any, seq_length: int, strategy: str = "bfd", map_kwargs: Any = None) -> Any:  # noqa: ARG001
     """As ``trl.pack_dataset``: whole sequences joined to examples of at most ``seq_length`` tokens, in as few as it takes.
 
+    For ``SFTTrainer``, ``trl.trainer.sft_trainer.pack_dataset = pack_dataset`` puts it in its place.
+
     Args:
-        dataset: a ``datasets.Dataset`` with list columns, or a ``DatasetDict`` of them.
+        dataset: a ``datasets.Dataset``, or a ``DatasetDict`` of them. Its list columns are joined, others left out.
         seq_length: the budget. A sequence over it is an error, where TRL truncates.
-        columns: the list columns that are joined, the first of which tells lengths; None: all. Others are left out.
+        strategy: ``bfd``; none of TRL's that cut sequences.
+        map_kwargs: not needed: all rows are packed at once.
 
     Returns:
         The same type, with those columns and ``seq_lengths``, the lengths of the sequences that are joined.
+
+    Raises:
+        PlanError: another strategy, or a sequence over the budget.
+        DataError: there is no list column, or they differ in length.
     """
+    if strategy != "bfd":
+        raise PlanError(f"strategy is {strategy!r}, and only 'bfd' keeps sequences whole")
     if hasattr(dataset, "items"):
-        return type(dataset)({name: pack_dataset(part, seq_length, columns) for name, part in dataset.items()})
+        return type(dataset)({name: pack_dataset(part, seq_length) for name, part in dataset.items()})
     table: pa.Table = dataset.with_format("arrow")[:]
-    names = columns or tuple(field.name for field in table.schema if pa.types.is_list(field.type))
+    names = tuple(field.name for field in table.schema if pa.types.is_list(field.type))
     if not names:
         raise DataError("there is no list column to pack")
     table = table.select(names).combine_chunks()
