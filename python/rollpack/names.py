@@ -22,8 +22,8 @@ VERSIONS = {
     "openrlhf": "0.11.2",
     "areal": "1.0.4",
     "prime-rl": "004274e",
-    "slime": "of 2026",
-    "miles": "of 2026",
+    "slime": "00c2d6d",
+    "miles": "0b3ae66",
     "tinker": "0.38.0",
 }
 
