@@ -1,6 +1,7 @@
 //! The one check of input. `summarize` stops at the first fault, `inspect` collects all, `pack` asks again for each
 //! row that it reads.
 
+use std::iter::once_with;
 use std::ops::Range;
 
 use arrow_array::Array;
@@ -284,9 +285,7 @@ fn count_ones<N: ArrowNativeTypeOp>(values: &[N]) -> (i64, bool) {
         chunk.iter().fold((0, true), |(ones, valid), &x| (ones + u8::from(is_one(x)), valid & is_bit(x)))
     }
     let (chunks, rest) = values.as_chunks::<CHUNK>();
-    let (ones, valid) = count(rest);
-    chunks.iter().fold((i64::from(ones), valid), |(sum, all_valid), chunk| {
-        let (ones, valid) = count(chunk);
-        (sum + i64::from(ones), all_valid & valid)
-    })
+    // In the order of memory, which is what it is read ahead in.
+    let counts = chunks.iter().map(|chunk| count(chunk)).chain(once_with(|| count(rest)));
+    counts.fold((0, true), |(sum, all_valid), (ones, valid)| (sum + i64::from(ones), all_valid & valid))
 }

@@ -75,6 +75,7 @@ pub fn summarize(
             grouping.same_types(&samples.key)?;
             Numbered::default()
         };
+        summary.reserve(samples.num_rows);
         let mut keep = Vec::with_capacity(samples.num_rows);
         for i in 0..samples.num_rows {
             let row = first_row + i as i64;
@@ -122,6 +123,12 @@ fn key_name(part: &str) -> String {
 }
 
 impl Summary {
+    fn reserve(&mut self, rows: usize) {
+        for column in [&mut self.row, &mut self.total_length, &mut self.response_length, &mut self.mask_sum] {
+            column.reserve(rows);
+        }
+    }
+
     fn push(&mut self, row: i64, sample: &Row) {
         self.row.push(row);
         self.total_length.push(sample.total() as i64);
