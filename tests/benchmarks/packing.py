@@ -289,6 +289,12 @@ def rows(args: argparse.Namespace) -> Iterator[Row]:
         real = resampled(traces, n, args.seed)
         if real is not None:
             yield from by_budget("real", real, repeat, args.others_up_to)
+    # Two to four samples a micro-batch, where the usual heuristics waste most.
+    for times in (2, 3, 4):
+        for seed in range(args.seed, args.seed + args.seeds):
+            drawn = lognormal(512, 2048, seed)
+            lengths = np.clip(drawn * BUDGET // (times * int(drawn.mean())), 1, BUDGET)
+            yield from by_budget(f"{times} x mean, seed {seed}", lengths, 15, args.others_up_to)
     for n, median, dp_size in ((1024, 2048, 8), (1024, 2048, 32), (512, 8192, 32), (8192, 2048, 64)):
         for seed in range(args.seed, args.seed + args.seeds):
             name = f"lognormal({median}) seed {seed}"

@@ -252,6 +252,29 @@ def prompt_arguments(batch: Mapping[str, Any]) -> dict[str, Any]:
     return {"prompt_mask_sums": sums, "num_rollouts": num_rollouts, "num_prompts": num_prompts}
 
 
+def of_batch(
+    make: Callable[..., Reducer],
+    args: Namespace,
+    batch: Mapping[str, Any],
+    own: Reducer,
+    loss_masks: Sequence[torch.Tensor] | None,
+) -> Reducer:
+    """``make``, one of the two ``get_sum_of_sample_mean``, called with what is in a micro-batch."""
+    mode = args.loss_aggregation
+    return make(
+        batch["total_lengths"],
+        batch["response_lengths"],
+        batch["loss_masks"] if loss_masks is None else loss_masks,
+        calculate_per_token_loss=args.calculate_per_token_loss,
+        qkv_format=getattr(args, "qkv_format", "thd"),
+        max_seq_lens=batch.get("max_seq_lens"),
+        loss_aggregation=mode,
+        divisor=args.loss_aggregation_divisor,
+        own=own,
+        **(prompt_arguments(batch) if mode == "prompt_mean" else {}),
+    )
+
+
 #: Makes the reducer of the policy loss that is under way, from the masks that the trainer wants reduced.
 _CURRENT: ContextVar[Callable[[Sequence[torch.Tensor]], Reducer]] = ContextVar("rollpack_pg_loss_reducer")
 

@@ -117,19 +117,7 @@ def pg_loss_reducer(
     args: Namespace, batch: Mapping[str, Any], own: Reducer, loss_masks: Sequence[torch.Tensor] | None = None
 ) -> Reducer:
     """As :func:`rollpack.integrations.slime.pg_loss_reducer`."""
-    mode = args.loss_aggregation
-    return get_sum_of_sample_mean(
-        batch["total_lengths"],
-        batch["response_lengths"],
-        batch["loss_masks"] if loss_masks is None else loss_masks,
-        args.calculate_per_token_loss,
-        getattr(args, "qkv_format", "thd"),
-        batch.get("max_seq_lens"),
-        loss_aggregation=mode,
-        divisor=args.loss_aggregation_divisor,
-        own=own,
-        **(shared.prompt_arguments(batch) if mode == "prompt_mean" else {}),
-    )
+    return shared.of_batch(get_sum_of_sample_mean, args, batch, own, loss_masks)
 
 
 def policy_loss(args: Namespace, batch: Mapping[str, Any], logits: torch.Tensor, sum_of_sample_mean: Reducer) -> Any:
