@@ -14,7 +14,7 @@ pub fn best_fit_decreasing(lengths: &[i64], capacity: i64) -> Vec<Vec<usize>> {
     // What holds everything is as good as what holds more.
     let all = lengths.iter().fold(0i64, |sum, length| sum.saturating_add(*length));
     let capacity = usize::try_from(capacity.min(all)).unwrap_or(0);
-    if capacity < MAX_TABLE {
+    if capacity < MAX_TABLE && u32::try_from(lengths.len()).is_ok() {
         best_fit(lengths, capacity, Table::new(capacity))
     } else {
         best_fit(lengths, capacity, BTreeMap::new())
@@ -76,15 +76,15 @@ impl Rooms for BTreeMap<usize, Vec<usize>> {
 /// A stack of bins for each room, and a bit for each stack that is not empty. Words of bits have bits of their own, level
 /// upon level, so that the next stack is found in a few steps: three levels are enough for a room of 262,144 tokens.
 struct Table {
-    /// The top of the stack of each room. It says nothing where the room has no bit.
-    top: Vec<usize>,
+    /// The top of the stack of each room. It says nothing where the room has no bit. In 32 bits, as more of it is in the cache.
+    top: Vec<u32>,
     /// What lies under each bin in its stack.
-    under: Vec<usize>,
+    under: Vec<u32>,
     levels: Vec<Vec<u64>>,
 }
 
 /// The bottom of a stack.
-const BOTTOM: usize = usize::MAX;
+const BOTTOM: u32 = u32::MAX;
 
 impl Table {
     fn new(capacity: usize) -> Self {
@@ -115,7 +115,7 @@ impl Table {
 impl Rooms for Table {
     fn take(&mut self, least: usize) -> Option<(usize, usize)> {
         let room = self.next(least)?;
-        let bin = self.top[room];
+        let bin = self.top[room] as usize;
         self.top[room] = self.under[bin];
         if self.top[room] == BOTTOM {
             let mut place = room;
@@ -136,7 +136,7 @@ impl Rooms for Table {
             self.under.resize(bin + 1, BOTTOM);
         }
         self.under[bin] = if taken { self.top[room] } else { BOTTOM };
-        self.top[room] = bin;
+        self.top[room] = bin as u32;
         let mut place = room;
         for words in &mut self.levels {
             words[place / 64] |= 1 << (place % 64);
