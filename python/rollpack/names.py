@@ -27,6 +27,9 @@ VERSIONS = {
     "tinker": "0.38.0",
 }
 
+#: Our own names.
+OURS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+
 _TOKENS = "Σ m x / T"
 _ROWS = "(1/R) Σ_i ( Σ m x / M_i )"
 _CONSTANT = "Σ m x / (L R)"

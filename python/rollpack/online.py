@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -64,20 +65,21 @@ def pack_online(
 
     What the weights are made of has to be known before: N is ``global_batch_size``, P ``prompts_per_step``, T comes from
     ``num_tokens``, and a rollout (under ``prompt_mean`` a prompt group) comes as a whole, in one arrival. All of it is
-    checked as it arrives. K is not known: ``num_micro_batches`` is None, and with it backends that need K are refused.
+    checked as it arrives, for each step: an id that comes again in a later step is another rollout. K is not known:
+    ``num_micro_batches`` is None, and with it backends that need K are refused.
 
     Args:
-        arrivals: what arrives, each item as :func:`rollpack.summarize` takes data (readable twice): a table, a list of
-            dicts. They are asked for one by one, when needed.
+        arrivals: what arrives, each item as :func:`rollpack.summarize` takes data (readable twice, one row at least, the
+            same columns and types in each): a table, a list of dicts. They are asked for one by one, when needed.
         global_batch_size: rollouts a step, in the order in which they come.
         prompts_per_step: prompt groups a step, for ``prompt_mean`` and no other.
         num_tokens: trained tokens, one number a step, for ``token_mean`` (and whatever is reduced by it).
-        loss_aggregation: as for :func:`rollpack.plan`; not ``token_mean_legacy``.
+        loss_aggregation: ``sample_mean``, ``prompt_mean``, ``token_mean`` or ``constant``.
         divisor: as for :func:`rollpack.plan`.
         max_tokens_per_gpu: as for :func:`rollpack.plan`.
         micro_batch_size: as for :func:`rollpack.plan`; exactly one of the two is given.
-        look_ahead: more fill micro-batches better and even ranks out better, and hold more: about ``look_ahead`` + 1
-            rounds of tokens, and the arrivals that they lie in.
+        look_ahead: at least 1. More fill micro-batches better and even ranks out better, and hold more: about
+            ``look_ahead`` + 1 rounds of tokens, and the arrivals that they lie in.
         dp_size: D, data-parallel ranks.
         cp_size: C, context-parallel ranks that share each micro-batch.
         layout: as for :func:`rollpack.plan`.
@@ -96,13 +98,14 @@ def pack_online(
         rollout_key: as for :func:`rollpack.summarize`.
 
     Yields:
-        For each step an iterator of its micro-batches on this rank, to be run to its end before the next step. ``rows`` are
-        counted over all arrivals. Rollouts and groups without a trained token count.
+        For each step an iterator of its micro-batches on this rank. It has to be exhausted, as by ``for``, before the next
+        step. ``rows`` are counted over all arrivals. Rollouts and groups without a trained token count.
 
     Raises:
         PlanError: what cannot be met; a step was left before its end.
         DataError: a value is wrong, a rollout or group came in parts, the totals are not those that were stated, or the
-            arrivals ended within a step. It names the arrival, and the row in it.
+            arrivals ended within a step. It names the arrival and the row in it; what only packing sees (a token, a value of
+            a carried column) by the row alone, counted over all arrivals.
         SchemaError: as for :func:`rollpack.summarize`.
     """
     settings = Settings.of(
@@ -126,6 +129,14 @@ def pack_online(
         sync="step",
     )
     _check_totals(settings, num_tokens)
+    if (
+        isinstance(arrivals, str | os.PathLike | Mapping)
+        or hasattr(arrivals, "__arrow_c_stream__")
+        or hasattr(arrivals, "columns")
+    ):
+        raise TypeError(
+            f"arrivals is a {type(arrivals).__name__}, and has to be an iterable of such: pass [data] if it is all there"
+        )
     for name, rank, size in (("dp_rank", dp_rank, settings.dp_size), ("cp_rank", cp_rank, settings.cp_size)):
         if not 0 <= integer(name, rank) < size:
             raise PlanError(f"{name} is {rank}, and there are {size}, counted from 0")
@@ -150,6 +161,10 @@ def _check_totals(settings: Settings, num_tokens: Iterable[int] | None) -> None:
         raise PlanError("prompts_per_step= goes with loss_aggregation 'prompt_mean', which divides by it, and with no other")
     if prompts is not None and not 1 <= prompts <= rollouts:
         raise PlanError(f"prompts_per_step is {prompts}; it has to be from 1 to global_batch_size, {rollouts}")
+    if num_tokens is not None and not isinstance(num_tokens, Iterable):
+        raise PlanError(
+            f"num_tokens is {num_tokens!r}; it has to be an iterable of one number a step: pass [{num_tokens!r}]"
+        )
     if mode == "token_mean" and num_tokens is None:
         raise PlanError(
             "token_mean divides by the trained tokens of the whole step, which are not known while it arrives: pass "
@@ -209,7 +224,7 @@ def _arrived(
     rollout_key: str | Sequence[str],
 ) -> Iterator[_Arrival]:
     """Reads each arrival. ``request``: how it is packed."""
-    first_row, kind = 0, None
+    first_row, known = 0, dict[str, str]()
     for number, data in enumerate(arrivals):
         with _naming(number):
             source = Source.of(data)
@@ -219,9 +234,12 @@ def _arrived(
                 raise DataError(
                     f"it had {len(summary)} rows and now {rows.num_rows}: a reader gives them only once, pass a table"
                 )
-            found = [(f.name, str(f.type)) for f in summary._batch.schema], rows.float_columns
-            if found != (kind := kind or found):
-                raise SchemaError(f"its ids or sample columns are {found}, and were {kind} before: cast them to one type")
+            kinds = _kinds(summary, request, rows)
+            for name, found in kinds.items():
+                if found != (before := known.setdefault(name, found)):
+                    raise SchemaError(
+                        f"column {name!r} is {found}, and was {before} in arrivals before: give them one schema", name
+                    )
             mode = "prompt_mean" if prompts else "sample_mean"
             alone = plan(summary, loss_aggregation=mode, micro_batch_size=1)
             names = PLANNED.keys() | (PLANNED_PROMPTS.keys() if prompts else set())
@@ -231,6 +249,16 @@ def _arrived(
             ids |= {"prompt_index": _ids(summary, ("group_index",))} if prompts else {}
         yield _Arrival(number, rows, first_row, placed, ids)
         first_row += len(summary)
+
+
+def _kinds(summary: Summary, request: Request, rows: _core.Rows) -> dict[str, str]:
+    """What has to be the same in each arrival: whether there are ids and of what type, and how sample columns travel."""
+    kinds = {name: str(summary._batch.schema.field(name).type) for name in summary.rollout_key}
+    kinds.setdefault("rollout_id", "absent")
+    if summary.groups:
+        kinds["group_index"] = str(summary._batch.schema.field("group_index").type)
+    columns = zip(request.sample_columns, rows.float_columns, strict=True)
+    return kinds | {name: "floats" if is_float else "integers" for name, is_float in columns}
 
 
 def _ids(summary: Summary, names: Sequence[str]) -> npt.NDArray[np.object_]:
@@ -327,7 +355,9 @@ class _Steps:
         number = next(self._num_tokens, None)
         if number is None:
             raise DataError(f"num_tokens= has no number for step {step}, whose rollouts arrive")
-        return integer("num_tokens", number)
+        if integer("num_tokens", number) < 0:
+            raise PlanError(f"num_tokens of step {step} is {number}; it cannot be negative")
+        return int(number)
 
 
 class _Arriving:

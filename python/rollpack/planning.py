@@ -106,10 +106,10 @@ class Plan:
         num_rows: the number of rows of the data.
         dropped_rows: int64, the rows that ``remainder="drop"`` leaves out.
         oversize_rows: int64, the rows over the budget that are alone in their micro-batch.
-        fill: true tokens over the tokens that the micro-batches have room for (for ``micro_batch_size``: as many as the
-            largest micro-batch of the step has).
-        imbalance: cost of the slowest rank over the mean rank, over each step (``sync="step"``) or each round of
-            micro-batches (``sync="micro_batch"``); 1.0 if nobody waits.
+        fill: true tokens over the tokens that the micro-batches have room for: the budget, less what is over a multiple that
+            micro-batches are padded to (for ``micro_batch_size``: as many as the largest micro-batch of the step has).
+        imbalance: cost (of padded lengths) of the slowest rank over the mean rank, over each step (``sync="step"``) or each
+            round of micro-batches (``sync="micro_batch"``); 1.0 if nobody waits.
     """
 
     steps: tuple[Step, ...]

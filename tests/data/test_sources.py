@@ -647,3 +647,9 @@ def test_paths_that_are_no_files_are_told():
         rollpack.summarize("")
     with pytest.raises(rollpack.DataError, match=r"/dev/null is no regular file.*save it first"):
         rollpack.summarize("/dev/null")
+
+
+def test_polars_lists_without_any_value():
+    """Their values are of type Null, to which polars gives a buffer that the format does not have."""
+    plan = rollpack.plan(pl.DataFrame({"tokens": [[1, 2], [3]], "loss_mask": [[], []]}), micro_batch_size=2)
+    assert (plan.steps[0].num_rollouts, plan.steps[0].num_tokens) == (2, 0)

@@ -100,3 +100,20 @@ def test_ranks_without_torchrun_are_refused(capsys):
     with pytest.raises(SystemExit):
         grpo.main(["--cp-size", "2"])
     assert "start it by torchrun --nproc-per-node 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (grpo.main, ["--steps", "0"]),
+        (grpo.main, ["--seeds", "-1"]),
+        (grpo.main, ["--plot", "there/is/no.png"]),
+        (grpo.main, ["--plot", "curve.foo"]),
+        (budgets.main, ["--steps", "-1"]),
+        (budgets.main, ["--budgets", "48"]),
+    ],
+)
+def test_what_would_fail_after_the_training_is_refused_before(main, arguments, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(arguments)
+    assert "has to" in capsys.readouterr().err

@@ -337,7 +337,7 @@ def test_what_is_not_known_or_wrong_is_an_error_before_anything_is_read(argument
             [[ROWS[0]], [ROWS[1] | {"rollout_id": "1"}]],
             {},
             rollpack.SchemaError,
-            "arrival 1: .*'rollout_id', 'string'.*'rollout_id', 'int64'.*cast",
+            "arrival 1: column 'rollout_id' is string, and was int64",
         ),
         ([[ROWS[0]], pa.table({"tokens": [[1, 2]]})], {}, rollpack.SchemaError, "arrival 1: "),
         (
@@ -385,3 +385,30 @@ def test_what_needs_the_number_of_micro_batches_is_refused_and_metrics_work():
     for micro_batch in moved:
         metrics.add(micro_batch, {"loss": micro_batch.columns["loss"]})
     assert metrics.log()["loss"] == pytest.approx(5.75)
+
+
+def test_an_arrival_without_ids_that_others_have_is_refused():
+    # Its rows would count as rollouts of their own.
+    without = [{name: value for name, value in ROWS[2].items() if name != "rollout_id"}]
+    steps = rollpack.pack_online([ROWS[:2], without, ROWS[3:]], global_batch_size=4, max_tokens_per_gpu=8)
+    with pytest.raises(rollpack.SchemaError, match="arrival 1: column 'rollout_id' is absent, and was int64") as caught:
+        list(next(steps))
+    assert caught.value.column == "rollout_id"
+    as_text = [ROWS[2] | {"rollout_id": "2"}]
+    with pytest.raises(rollpack.SchemaError, match="arrival 1: column 'rollout_id' is string, and was int64"):
+        list(next(rollpack.pack_online([ROWS[:2], as_text], global_batch_size=4, max_tokens_per_gpu=8)))
+
+
+@pytest.mark.parametrize("data", [pa.Table.from_pylist(ROWS), {"tokens": [[1, 2]]}, "rollouts.parquet"])
+def test_data_in_the_place_of_arrivals_is_refused(data):
+    with pytest.raises(TypeError, match="arrivals is a .*, and has to be an iterable of such: pass \\[data\\]"):
+        rollpack.pack_online(data, global_batch_size=4, max_tokens_per_gpu=8)
+
+
+@pytest.mark.parametrize(("num_tokens", "text"), [(9, "pass \\[9\\]"), ([-4], "num_tokens of step 0 is -4")])
+def test_num_tokens_is_a_number_a_step(num_tokens, text):
+    with pytest.raises(rollpack.PlanError, match=text):
+        steps = rollpack.pack_online(
+            [ROWS], global_batch_size=4, max_tokens_per_gpu=8, loss_aggregation="token_mean", num_tokens=num_tokens
+        )
+        list(next(steps))

@@ -56,12 +56,19 @@ def test_each_optimizer_step_has_weights_of_its_own():
     [
         ({"prompt_ids": [0, 1, 0, 1], "steps": [0, 0, 1, 1]}, "prompt group 0 is cut: row 2 is in step 1"),
         ({"prompt_ids": [0, 1, 2]}, "there are 3 values of group_index for 4 rows"),
-        ({}, "group_index"),
+        ({}, "nothing says which rows are of one: pass their ids"),
     ],
 )
 def test_what_row_weights_refuse(options, told):
     with pytest.raises(RollpackError, match=told):
         row_weights([1, 1, 1, 1], "prompt_mean", **options)
+
+
+def test_ids_that_differ_in_kind_are_two_and_tokens_are_counted_in_integers():
+    assert row_weights([1, 1], "prompt_mean", prompt_ids=["1", 1]).tolist() == [0.5, 0.5]
+    assert row_weights([1, 1, 1], "prompt_mean", prompt_ids=[(0, "a"), (0, "b"), (0, "a")]).tolist() == [0.25, 0.5, 0.25]
+    with pytest.raises(RollpackError, match="mask_sums is float64"):
+        row_weights([1.5, 2], "token_mean")
 
 
 def test_a_mean_of_micro_batches_is_none_of_rows():
@@ -119,6 +126,20 @@ def test_skyrl_scales_advantages_to_any_mode():
     # Micro-batches of two rows: 10/4 and 36/5.
     legacy = skyrl.apply_loss_reduction_to_advantages_minibatch(ones, MASK, "token_mean_legacy", 2, None)
     assert float((legacy * LOSSES).sum()) == pytest.approx(float((F(10, 4) + F(36, 5)) / 2), rel=1e-14)
+
+
+@pytest.mark.parametrize("boundaries", [[(3, 4), (0, 3)], [(0, 3), (2, 4)], [(0, 2), (2, 2), (2, 4)], [(0, 3)]])
+def test_skyrl_prompts_follow_one_another(boundaries):
+    with pytest.raises(PlanError, match="do not cut 4 rows one after the other"):
+        skyrl.apply_loss_reduction_to_advantages_minibatch(torch.ones_like(LOSSES), MASK, "prompt_mean", 1, 10, boundaries)
+
+
+def test_weights_are_for_a_mode_of_ours():
+    for mode in ("nonsense", "token-mean"):
+        with pytest.raises(PlanError, match=f"loss_agg_mode is '{mode}', and weights= are for a mode of ours"):
+            verl.agg_loss(LOSSES, MASK, mode, weights=torch.ones(4))
+    with pytest.raises(PlanError, match="3 weights for 4 rows"):
+        verl.agg_loss(LOSSES, MASK, "prompt_mean", weights=torch.ones(3))
 
 
 def test_skyrl_warns_of_terms_that_do_not_follow():

@@ -113,6 +113,27 @@ def test_a_mask_of_another_length_is_an_error():
         slime.convert_samples_to_train_data(DEFAULT, samples)
 
 
+@pytest.mark.parametrize("convert", [lambda s: slime.convert_samples_to_train_data(DEFAULT, s), slime.samples_to_arrow])
+def test_a_mask_holds_0_and_1_in_whatever_it_is(convert):
+    samples = four()
+    samples[1].loss_mask, samples[2].loss_mask = torch.tensor([True, False, True]), [True, 1.0]
+    masks = convert(samples)
+    masks = masks["loss_masks"] if isinstance(masks, dict) else masks["loss_mask"].to_pylist()
+    assert masks[1:] == [[1, 0, 1], [1, 1], [1, 0, 1, 1]]
+    samples[1].loss_mask = [1, 0.5, 1]
+    with pytest.raises(rollpack.DataError, match="'loss_mask', row 1: the value at position 1 is 0.5"):
+        convert(samples)
+
+
+def test_ids_of_two_kinds_are_an_error():
+    samples = four(rollout_id=None)
+    samples[0].rollout_id = "a"
+    with pytest.raises(rollpack.DataError, match="'rollout_id' cannot be stored"):
+        slime.convert_samples_to_train_data(DEFAULT, samples)
+    with pytest.raises(rollpack.DataError, match="'rollout_id' cannot be stored as int64"):
+        slime.samples_to_arrow(samples)
+
+
 def test_a_rollout_of_two_prompts_is_an_error():
     samples = four()
     samples[1].rollout_id = samples[2].rollout_id = 9

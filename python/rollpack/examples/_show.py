@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -40,6 +42,15 @@ def sparkline(values: Sequence[float], width: int = 30) -> str:
     width = min(width, len(values))
     parts = [values[i * len(values) // width : (i + 1) * len(values) // width] for i in range(width)]
     return "".join("▁▂▃▄▅▆▇█"[min(7, int(8 * fmean(part)))] for part in parts)
+
+
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace, seeds: Sequence[int]) -> None:
+    """Refuses what would only fail after the training."""
+    if arguments.steps < 1 or min(seeds) < 0:
+        parser.error("--steps has to be at least 1, and seeds at least 0")
+    plot = Path(arguments.plot)
+    if plot.suffix != ".png" or not plot.parent.is_dir():
+        parser.error(f"--plot {plot}: it has to be a .png file in a folder that is there")
 
 
 def draw(path: str, panels: Mapping[str, Mapping[Any, Points]]) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 import torch
 
-from rollpack.examples._show import bar, draw
+from rollpack.examples._show import bar, check, draw
 from rollpack.examples.grpo import Curve, differences, train
 
 
@@ -26,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, dict[int, Curve]]:
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="batches of rollouts (default: 40)")
     parser.add_argument("--plot", default="budgets.png", metavar="FILE", help="default: budgets.png")
     arguments = parser.parse_args(argv)
+    check(parser, arguments, [arguments.seed])
+    if len(arguments.budgets) < 2:
+        parser.error("--budgets has to have two at least, to be compared")
     torch.set_num_threads(1)
     warnings.filterwarnings("ignore", "token_mean_legacy is a mean of micro-batch means")  # that is what is shown
     curves: dict[str, dict[int, Curve]] = {}

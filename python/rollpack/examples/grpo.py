@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rollpack
 from rollpack.examples._game import LONGEST_RESPONSE, VOCABULARY, play
 from rollpack.examples._policy import Policy
-from rollpack.examples._show import bar, draw, rise
+from rollpack.examples._show import bar, check, draw, rise
 from rollpack.torch import LossReducer, Metrics, attention_mask, micro_batches, ranks_of, token_logprobs
 
 MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
@@ -157,6 +157,7 @@ def main(argv: Sequence[str] | None = None) -> dict[tuple[str, int], Curve]:
     parser.add_argument("--plot", default="grpo.png", metavar="FILE", help="default: grpo.png")
     arguments = parser.parse_args(argv)
     torch.set_num_threads(1)  # tensors are small: threads would wait for each other
+    check(parser, arguments, arguments.seeds)
     ranks, world = arguments.dp_size * arguments.cp_size, int(os.environ.get("WORLD_SIZE", "1"))
     if ranks != world:
         parser.error(f"{ranks} dp x cp ranks, and {world} processes: start it by torchrun --nproc-per-node {ranks}")

@@ -105,7 +105,8 @@ def samples_to_arrow(samples: Sequence[Any]) -> pa.Table:
     """A table with a row per sample: columns that :func:`rollpack.plan` reads, and what else a sample holds as JSON.
 
     It is what :func:`rollpack.summarize`, ``plan`` and ``pack`` take, if every ``rollout_id`` is set (else pass
-    ``columns={"rollout_id": None}``). A ``loss_mask`` of None is null: fill it, or leave the column out, to plan.
+    ``columns={"rollout_id": None}``). A ``loss_mask`` of None is null: fill it, or leave the column out, to plan. Samples
+    are kept as they are: one with ``remove_sample`` keeps its mask, so take it out before you plan a dump.
 
     Log-probabilities are float32, as the trainers train with them.
 
@@ -117,7 +118,10 @@ def samples_to_arrow(samples: Sequence[Any]) -> pa.Table:
     table: dict[str, pa.Array] = {}
     for name, kind in _TYPES.items():
         if any(name in of for of in fields):
-            table[name] = pa.array([of.pop(name, None) for of in fields], kind)
+            values = [of.pop(name, None) for of in fields]
+            if name == "loss_mask":
+                values = [None if mask is None else _binary(row, mask) for row, mask in enumerate(values)]
+            table[name] = _array(name, values, kind)
     rewards = [of.get("reward") for of in fields]
     if all(reward is None or isinstance(reward, float) for reward in rewards):
         table["reward"] = pa.array([of.pop("reward", None) for of in fields], pa.float64())
@@ -163,7 +167,23 @@ def _mask(row: int, sample: Any) -> list[int]:
         )
     if sample.remove_sample:
         return [0] * sample.response_length
-    return [1] * sample.response_length if sample.loss_mask is None else sample.loss_mask
+    if sample.loss_mask is None:
+        return [1] * sample.response_length
+    return _binary(row, sample.loss_mask)
+
+
+def _binary(row: int, mask: Any) -> list[int]:
+    """The values of a mask, be it a list, an array or a tensor, as integers."""
+    values = mask.tolist() if hasattr(mask, "tolist") else list(mask)
+    wrong = next((at for at, value in enumerate(values) if value not in {0, 1}), None)
+    if wrong is not None:
+        raise DataError(
+            f"column 'loss_mask', row {row}: the value at position {wrong} is {values[wrong]}, and a mask holds only 0 "
+            "and 1",
+            column="loss_mask",
+            row=row,
+        )
+    return [int(value) for value in values]
 
 
 def _rollout_ids(given: Sequence[int | None]) -> list[int]:
@@ -182,12 +202,19 @@ def _mask_sums(
         {
             "tokens": pa.LargeListArray.from_arrays(_offsets(lengths), np.zeros(lengths.sum(), np.int8)),
             "loss_mask": pa.array(masks, pa.list_(pa.int8())),
-            "rollout_id": pa.array(ids),
-            **({} if groups is None else {"group_index": pa.array(groups)}),
+            "rollout_id": _array("rollout_id", ids),
+            **({} if groups is None else {"group_index": _array("group_index", groups)}),
         }
     )
     mode = "sample_mean" if groups is None else "prompt_mean"
     return plan(table, loss_aggregation=mode, micro_batch_size=max(1, len(samples))).to_arrow().sort_by("row")
+
+
+def _array(name: str, values: Sequence[Any], kind: pa.DataType | None = None) -> pa.Array:
+    try:
+        return pa.array(values, kind)
+    except (pa.ArrowException, TypeError, OverflowError) as error:
+        raise DataError(f"column {name!r} cannot be stored as {kind or 'ids of one type'}: {error}", column=name) from error
 
 
 def _offsets(lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -22,6 +22,7 @@ import pyarrow as pa
 import torch
 
 from rollpack._errors import DataError, PlanError, RollpackError
+from rollpack.names import OURS
 from rollpack.packing import pack
 from rollpack.planning import plan
 from rollpack.torch.weights import token_weights, weighted_sum
@@ -32,7 +33,6 @@ Reducer = Callable[[torch.Tensor], torch.Tensor]
 #: What a micro-batch has to carry under ``prompt_mean``, one integer a sample: M_g, and N and P of its step.
 PROMPT_KEYS = ("prompt_mask_sums", "step_num_rollouts", "step_num_prompts")
 
-MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
 #: The modes that the trainer's own reducer computes.
 OWN = ("sample_mean", "token_mean")
 
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add ``--loss-aggregation`` and ``--loss-aggregation-divisor``; for ``parse_args(add_custom_arguments=...)``."""
     parser.add_argument(
         "--loss-aggregation",
-        choices=MODES,
+        choices=OURS,
         default="sample_mean",
         help="How token losses x of a step become the policy-gradient loss. N rollouts, P prompts, T trained tokens, M_r "
         "and M_g those of a rollout and of a prompt's group. sample_mean (default, the trainer's own): (1/N) sum_r (sum x / "
@@ -71,8 +71,8 @@ def validate(args: Namespace, loss_path: str | None) -> None:
     """Check the flags against each other, and settle ``args``; see :func:`rollpack.integrations.slime.validate`."""
     mode, divisor = args.loss_aggregation, args.loss_aggregation_divisor
     per_token = bool(getattr(args, "calculate_per_token_loss", False))
-    if mode not in MODES:
-        raise PlanError(f"--loss-aggregation is {mode!r}; it has to be one of {', '.join(MODES)}")
+    if mode not in OURS:
+        raise PlanError(f"--loss-aggregation is {mode!r}; it has to be one of {', '.join(OURS)}")
     if mode == "constant" and not (divisor is not None and math.isfinite(divisor) and divisor > 0):
         raise PlanError(
             f"--loss-aggregation-divisor is {divisor}; --loss-aggregation constant needs one, finite and above 0"

@@ -49,19 +49,22 @@ def row_weights(
     """
     if resolve(loss_aggregation, divisor, empty)[0] == "token_mean_legacy":
         raise PlanError(f"{loss_aggregation} depends on the trainer's micro-batches, which these rows do not tell")
-    sums = _host(mask_sums).astype(np.int64)
+    sums = _host(mask_sums)
+    if sums.dtype.kind not in "iub":
+        raise RollpackError(f"mask_sums is {sums.dtype}; trained tokens are counted in integers")
+    sums = sums.astype(np.int64)
     columns = {"rollout_id": rollout_ids, "group_index": prompt_ids}
-    ids = {name: _host(given) for name, given in columns.items() if given is not None}
+    if prompt_ids is None and resolve(loss_aggregation, divisor, empty)[0] == "prompt_mean":
+        raise PlanError(f"{loss_aggregation} is a mean of prompts, and nothing says which rows are of one: pass their ids")
+    ids = {name: _numbered(given) for name, given in columns.items() if given is not None}
     for name, given in ids.items():
-        if given.ndim > 1:  # ids of several parts, as (group, trajectory)
-            ids[name] = np.unique(given, axis=0, return_inverse=True)[1].reshape(-1)
         if len(given) != len(sums):
             raise RollpackError(f"there are {len(given)} values of {name} for {len(sums)} rows")
     at = np.zeros(len(sums), np.int64) if steps is None else np.unique(_host(steps), return_inverse=True)[1]
-    if "group_index" in ids and resolve(loss_aggregation, divisor, empty)[0] == "prompt_mean":
-        _refuse_cut("prompt group", ids["group_index"], at)
-    if "rollout_id" in ids:
-        _refuse_cut("rollout", ids["rollout_id"], at)
+    if prompt_ids is not None and resolve(loss_aggregation, divisor, empty)[0] == "prompt_mean":
+        _refuse_cut("prompt group", prompt_ids, ids["group_index"], at)
+    if rollout_ids is not None:
+        _refuse_cut("rollout", rollout_ids, ids["rollout_id"], at)
     weights = np.zeros(len(sums))
     for step in range(int(at.max(initial=-1)) + 1):
         (rows,) = np.nonzero(at == step)
@@ -93,14 +96,21 @@ def lengths_table(lengths: npt.NDArray[np.int64]) -> pa.Table:
     return pa.table({"tokens": tokens, "response_length": (lengths - 1).clip(min=0)})
 
 
+def _numbered(ids: Ids) -> npt.NDArray[np.int64]:
+    """Which unit each row is of. What Python tells apart, such as 1 and "1", are two; a tuple is one id."""
+    values = ids.tolist() if isinstance(ids, torch.Tensor | np.ndarray) else ids
+    known: dict[Hashable, int] = {}
+    keys = (tuple(value) if isinstance(value, list) else value for value in values)
+    return np.array([known.setdefault(key, len(known)) for key in keys], np.int64)
+
+
 def _host(values: Any) -> npt.NDArray[Any]:
     return values.detach().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
 
 
-def _refuse_cut(what: str, ids: npt.NDArray[Any], steps: npt.NDArray[np.int64]) -> None:
+def _refuse_cut(what: str, ids: Ids, units: npt.NDArray[np.int64], steps: npt.NDArray[np.int64]) -> None:
     """A mean over what two steps share is of neither."""
-    names, units = np.unique(ids.astype(str) if ids.dtype == object else ids, return_inverse=True)
-    first = np.full(len(names), -1)
+    first = np.full(len(units), -1)
     first[units[::-1]] = steps[::-1]
     cut = np.flatnonzero(first[units] != steps)
     if len(cut):

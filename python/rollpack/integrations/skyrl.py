@@ -55,9 +55,12 @@ def apply_loss_reduction_to_advantages_minibatch(
     name = f"skyrl:{loss_reduction}" if f"skyrl:{loss_reduction}" in MODES else loss_reduction
     prompts = None
     if prompt_boundaries is not None:
+        ends = [0, *(end for _, end in prompt_boundaries)]
+        if [start for start, _ in prompt_boundaries] != ends[:-1] or ends != sorted(set(ends)) or ends[-1] != rows:
+            raise PlanError(f"prompt_boundaries {list(prompt_boundaries)} do not cut {rows} rows one after the other")
         prompts = np.repeat(np.arange(len(prompt_boundaries)), [end - start for start, end in prompt_boundaries])
     if name == "skyrl:token_mean_legacy":
-        if rows % micro_batch_size:
+        if micro_batch_size < 1 or rows % micro_batch_size:
             raise PlanError(f"{rows} rows are no multiple of micro_batch_size {micro_batch_size}: SkyRL drops the last ones")
         # A mean over micro-batches of their token means: a micro-batch is the unit here.
         name, rollout_ids = "sample_mean", np.arange(rows) // micro_batch_size

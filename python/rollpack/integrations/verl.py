@@ -10,7 +10,7 @@ import torch
 
 from rollpack._errors import PlanError
 from rollpack.integrations.padded import Ids, lengths_table, padded_token_weights, row_weights
-from rollpack.names import MODES, resolve
+from rollpack.names import MODES, OURS, resolve
 from rollpack.planning import plan
 from rollpack.torch.backends import gradient_factor
 from rollpack.torch.weights import weighted_sum
@@ -56,6 +56,10 @@ def agg_loss(
     if weights is None:
         counts = {"batch_num_tokens": batch_num_tokens, "global_batch_size": global_batch_size}
         weights = _weights(loss_mask, loss_agg_mode, dp_size, loss_scale_factor, **counts)
+    elif loss_agg_mode not in OURS:
+        raise PlanError(f"loss_agg_mode is {loss_agg_mode!r}, and weights= are for a mode of ours: {', '.join(OURS)}")
+    elif len(weights) != len(loss_mask):
+        raise PlanError(f"there are {len(weights)} weights for {len(loss_mask)} rows")
     loss = weighted_sum(loss_mat.reshape(-1), padded_token_weights(loss_mask, weights))
     return loss * gradient_factor("fsdp", dp_size=dp_size, cp_size=1, num_micro_batches=1)
 
