@@ -14,6 +14,24 @@ import pytest
 HERE = Path(__file__).parent
 HOME = HERE.parents[1] / ".venv-trainers"
 
+#: ray, and what importing it takes.
+_RAY = [
+    "ray==2.60.0",
+    "protobuf",
+    "msgpack",
+    "click",
+    "jsonschema",
+    "jsonschema-specifications",
+    "referencing",
+    "rpds-py",
+    "attrs",
+    "requests",
+    "urllib3",
+    "charset-normalizer",
+    "idna",
+    "certifi",
+]
+
 #: Name → what is installed, without what that depends on: what the modules under test import, and no more.
 PACKAGES = {
     "trl": ["trl==1.16.0"],
@@ -25,20 +43,7 @@ PACKAGES = {
         "orjson",
         "importlib-metadata",
         "zipp",
-        "ray==2.60.0",
-        "protobuf",
-        "msgpack",
-        "click",
-        "jsonschema",
-        "jsonschema-specifications",
-        "referencing",
-        "rpds-py",
-        "attrs",
-        "requests",
-        "urllib3",
-        "charset-normalizer",
-        "idna",
-        "certifi",
+        *_RAY,
         "codetiming",
         "hydra-core",
         "omegaconf",
@@ -49,20 +54,7 @@ PACKAGES = {
     ],
     "skyrl": [
         "skyrl==0.3.0",
-        "ray==2.60.0",
-        "protobuf",
-        "msgpack",
-        "click",
-        "jsonschema",
-        "jsonschema-specifications",
-        "referencing",
-        "rpds-py",
-        "attrs",
-        "requests",
-        "urllib3",
-        "charset-normalizer",
-        "idna",
-        "certifi",
+        *_RAY,
         "loguru",
         "jaxtyping",
         "wadler-lindig",

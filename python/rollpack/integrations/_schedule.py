@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollpack._errors import DataError
+from rollpack.integrations.padded import lengths_table
 from rollpack.planning import plan
 
 
@@ -68,16 +69,13 @@ def build_dp_schedule(
     Raises:
         PlanError: what cannot be met, and what would meet it.
     """
-    offsets = np.concatenate([[0], np.cumsum(total_lengths)]).astype(np.int64)
-    columns: dict[str, Any] = {
-        "tokens": pa.LargeListArray.from_arrays(offsets, np.zeros(offsets[-1], np.int8)),
-        "response_length": np.zeros(len(total_lengths), np.int32),
-        "rollout_id": rollout_indices,
-    }
+    table = lengths_table(np.asarray(total_lengths, np.int64)).append_column("rollout_id", pa.array(rollout_indices))
+    if group_indices is not None:
+        table = table.append_column("group_index", pa.array(group_indices))
     interleaved = (train_parallel_config["vpp_size"] or 1) > 1
     dynamic = args.use_dynamic_batch_size
     planned = plan(
-        pa.table(columns if group_indices is None else columns | {"group_index": group_indices}),
+        table,
         loss_aggregation="sample_mean" if group_indices is None else "prompt_mean",
         max_tokens_per_gpu=args.max_tokens_per_gpu if dynamic else None,
         micro_batch_size=None if dynamic else args.micro_batch_size,

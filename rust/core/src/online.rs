@@ -70,7 +70,7 @@ impl Online {
     /// Takes in samples of these rows and lengths, and gives the rounds that can go out.
     pub fn add(&mut self, rows: &[i64], total_lengths: &[i64]) -> Result<Vec<Round>> {
         let mut rounds = Vec::new();
-        let mut room: i64 = self.waiting.iter().map(|w| self.room(w)).fold(0, i64::saturating_add);
+        let mut room = self.rooms();
         for (row, length) in rows.iter().zip(total_lengths) {
             let padded = self.options.cut.padded(*length);
             let size = match self.shape.limit {
@@ -88,7 +88,7 @@ impl Online {
             // No micro-batch stays empty, for none takes up more room than it has.
             if room >= self.enough {
                 rounds.push(self.full_round()?);
-                room = self.waiting.iter().map(|w| self.room(w)).fold(0, i64::saturating_add);
+                room = self.rooms();
             }
         }
         Ok(rounds)
@@ -105,6 +105,11 @@ impl Online {
         let per_rank = micro_batches.len() / self.shape.dp_size;
         let ranks = micro_batches.chunks(per_rank).map(<[_]>::to_vec).collect();
         Ok(deal(ranks, &waiting, &loads, &self.options.cut)?.1)
+    }
+
+    /// The room of all that wait.
+    fn rooms(&self) -> i64 {
+        self.waiting.iter().map(|w| self.room(w)).fold(0, i64::saturating_add)
     }
 
     fn room(&self, waiting: &Waiting) -> i64 {

@@ -336,15 +336,14 @@ impl Plan {
         }
         let sizes = || micro_batches.iter().map(Vec::len);
         waits.add(sizes(), &self.total_length[first..], options, shape)?;
-        let of_micro_batches: Vec<i64> = match options.mode {
-            Mode::TokenMeanLegacy => {
-                parts(sizes(), &self.mask_sum[first..]).map(|m| m.iter().sum()).collect()
-            }
-            _ => Vec::new(),
+        let legacy = options.mode == Mode::TokenMeanLegacy;
+        let of_micro_batches: Vec<i64> = if legacy {
+            parts(sizes(), &self.mask_sum[first..]).map(|m| m.iter().sum()).collect()
+        } else {
+            Vec::new()
         };
         let micro_batch_mask_sums: Vec<i64> =
             of_micro_batches.iter().zip(sizes()).flat_map(|(sum, size)| repeat_n(*sum, size)).collect();
-        let legacy = options.mode == Mode::TokenMeanLegacy;
         let mut weights = sample_weights(
             options.mode,
             samples.len(),
