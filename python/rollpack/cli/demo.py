@@ -9,7 +9,8 @@ from typing import Any
 from rollpack.cli._arguments import add_json
 from rollpack.cli._output import say
 from rollpack.cli._picture import picture
-from rollpack.cli.verify import MODES, add_cuts, need_torch, verify
+from rollpack.cli.verify import add_cuts, need_torch, verify
+from rollpack.names import OURS
 from rollpack.planning import plan
 from rollpack.summary import summarize
 
@@ -49,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     data = make_rollouts(arguments.seed, prompts=arguments.prompts)
     summary = summarize(data, groups=True)
-    status = verify(arguments, data, summary, MODES, f"{arguments.prompts} made-up prompt groups, seed {arguments.seed}")
+    status = verify(arguments, data, summary, OURS, f"{arguments.prompts} made-up prompt groups, seed {arguments.seed}")
     if not arguments.json:
         budget = int(summary.column("total_length").max())
         made = plan(summary, loss_aggregation="prompt_mean", max_tokens_per_gpu=budget, dp_size=4)

@@ -10,12 +10,11 @@ from rollpack._errors import RollpackError, SchemaError
 from rollpack.cli._arguments import add_input, add_json, input_options, names
 from rollpack.cli._input import Input
 from rollpack.cli._output import progress, say, say_json, table
+from rollpack.names import OURS
 from rollpack.summary import Summary, summarize
 
 if TYPE_CHECKING:
     from rollpack.testing import Agreement, Cut
-
-MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
 
 _EPILOG = """\
 examples:
@@ -103,11 +102,11 @@ def _summary(files: Input, options: dict[str, Any]) -> tuple[Summary, tuple[str,
     """The summary, and the modes that the data allows: ``prompt_mean`` needs a group column."""
     group = options.get("columns", {}).get("group_index", "group_index")
     try:
-        return summarize(files.source, groups=True, **options), MODES
+        return summarize(files.source, groups=True, **options), OURS
     except SchemaError as error:
         if error.column != group and group is not None:
             raise
-    return summarize(files.source, **options), tuple(mode for mode in MODES if mode != "prompt_mean")
+    return summarize(files.source, **options), tuple(mode for mode in OURS if mode != "prompt_mean")
 
 
 def _sizes(text: str) -> list[int]:

@@ -26,9 +26,9 @@ import rollpack
 from rollpack.examples._game import LONGEST_RESPONSE, VOCABULARY, play
 from rollpack.examples._policy import Policy
 from rollpack.examples._show import bar, check, draw, rise
+from rollpack.names import OURS as MODES
 from rollpack.torch import LossReducer, Metrics, attention_mask, micro_batches, ranks_of, token_logprobs
 
-MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
 PROMPTS = 40  # in each batch of rollouts, for two optimizer steps
 CLIP = 0.2
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollpack.names import OURS
 from rollpack.packing import MicroBatch, Packer
 from rollpack.summary import summarize
 from rollpack.testing.cuts import Cut
@@ -62,7 +63,7 @@ def verify(
     data: Any,
     cuts: Iterable[Cut],
     *,
-    modes: Sequence[str] = ("sample_mean", "prompt_mean", "token_mean", "constant"),
+    modes: Sequence[str] = OURS,
     divisor: float = 1024.0,
     empty: str = "count",
     dtypes: Sequence[torch.dtype] = (torch.float32, torch.float64),

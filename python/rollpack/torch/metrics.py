@@ -14,15 +14,15 @@ import numpy.typing as npt
 import torch
 
 from rollpack._errors import PlanError, RollpackError
+from rollpack.names import OURS
 from rollpack.packing import MicroBatch
 from rollpack.torch.batches import as_tensor
 from rollpack.torch.masks import check_mask
 from rollpack.torch.weights import mode_weights, token_weights, weighted_sum
 
-_MODES = ("sample_mean", "prompt_mean", "token_mean", "constant")
 _EXTREMES = {"min": math.inf, "max": -math.inf}
 #: How a metric can be normalised.
-NORMALISERS = (*_MODES, "count", "none", *_EXTREMES)
+NORMALISERS = (*OURS, "count", "none", *_EXTREMES)
 
 
 class Metrics:
@@ -133,7 +133,7 @@ class Metrics:
         value = value.detach().to(mask.device, torch.float64)
         if normaliser == "none" and value.ndim == 0:
             return value.clone()
-        if normaliser in _MODES:
+        if normaliser in OURS:
             return weighted_sum(value.expand(mask.shape), of_mode(normaliser))
         # Selected, not multiplied: an untrained position may hold NaN or infinity.
         selected = torch.where(mask, value, _EXTREMES.get(normaliser, 0.0))
@@ -237,7 +237,7 @@ class _Weights:
 
 def _normalised(normaliser: str, values: npt.NDArray[np.float64], tokens: float, num_steps: int) -> float | None:
     """What the values [ranks] of all ranks come to; None where there is no such number."""
-    if normaliser in {*_MODES, "none"}:
+    if normaliser in {*OURS, "none"}:
         return float(values.sum()) / num_steps
     if tokens == 0:
         return None
