@@ -15,7 +15,8 @@ from rollpack import _core
 from rollpack._errors import DataError
 from rollpack._sources.files import of_file, paths
 from rollpack._sources.objects import of_columns, of_object
-from rollpack._sources.parts import Batches, Part, Piece, reading
+from rollpack._sources.parts import Batches, Part, Piece, chained, closed, reading
+from rollpack._sources.remote import is_object_ref, of_object_ref
 from rollpack._sources.request import ROLES, Request
 from rollpack._sources.watch import Watch
 
@@ -45,6 +46,35 @@ class Source:
         if isinstance(data, str | os.PathLike):
             return cls([of_file(path) for path in paths(os.fspath(data))])
         return cls([of_object(data)])
+
+    @classmethod
+    def of_shards(
+        cls, shards: Mapping[Any, Any], sources: Sequence[tuple[Any, int]], rows: npt.NDArray[np.int64] | None
+    ) -> Source:
+        """A source for shards by name, of which those that hold none of these rows (None: all) are left closed.
+
+        ``sources``: the names in order, and how many rows each was planned with.
+        """
+        unknown = [name for name in shards if name not in dict(sources)]
+        if unknown:
+            raise DataError(
+                f"{unknown[0]!r} is none of the sources that were planned: {_few([name for name, _ in sources])}"
+            )
+        starts = np.cumsum([0, *(size for _, size in sources)])
+        counts = np.diff(np.searchsorted(np.sort(rows), starts)) if rows is not None else np.diff(starts)
+        if not counts.any():  # placeholders only: one row, for the types of columns
+            first = next(i for i, (name, _) in enumerate(sources) if name in shards)
+            counts[first], rows = 1, starts[first : first + 1]
+        parts: list[Part] = []
+        for (name, size), start, count in zip(sources, starts.tolist(), counts.tolist(), strict=False):
+            if count == 0:
+                parts.append(closed(size))
+            elif name not in shards:
+                raise DataError(f"source {name!r} holds rows of this rank, and is not among the shards that were passed")
+            else:
+                own = None if rows is None else rows[(rows >= start) & (rows < start + size)] - start
+                parts += of_shard(name, shards[name], size, own)
+        return cls(parts)
 
     def watched(self, watch: Watch) -> Source:
         """The same data; ``watch`` notes what is read of it."""
@@ -79,9 +109,10 @@ class Source:
         if rows is None:
             return set(pieces)
         known, unknown = pieces[: len(starts)], pieces[len(starts) :]
+        opened = [piece for piece in pieces if not self._parts[piece[0]].closed]
         inside = rows if start is None else rows[rows < start]
         found = np.unique(np.searchsorted(starts, inside, side="right") - 1).tolist() if starts else []
-        return {known[piece] for piece in found} | set(unknown) or set(pieces[:1])
+        return {known[piece] for piece in found} | set(unknown) or set(opened[:1])
 
     def take(self, request: Request, pieces: set[Piece] | None = None) -> _core.Rows:
         """The rows of these pieces (None: all), held, ready for packing. Of the others the number is known."""
@@ -109,6 +140,24 @@ class Source:
         _core.Rows([no_rows(_plausible(names, request))], request, [0, 0])
         wanted = request.names()
         return [name for name in names if name in wanted]
+
+
+def of_shard(name: Any, data: Any, size: int, rows: npt.NDArray[np.int64] | None) -> Sequence[Part]:
+    """The parts of one shard, whose number of rows is known. ``rows``: those that are wanted of it."""
+    if is_object_ref(data):
+        return [of_object_ref(data, size, rows)]
+    parts = Source.of(data)._parts
+    known = [part.lengths() for part in parts if part.lengths]
+    if len(known) == len(parts):
+        if (found := sum(map(sum, known))) != size:
+            raise DataError(f"source {name!r} had {size} rows when it was summarized, and now has {found}")
+        return parts
+    return [Part(lambda names, _: chained(parts, names), None, lambda: [size])]
+
+
+def _few(names: Sequence[Any]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown}, ... ({len(names):,} in all)"
 
 
 def _plausible(names: Sequence[str], request: Request) -> pa.Schema:
