@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rollpack import _core
 from rollpack._errors import DataError, PlanError
-from rollpack._sources import Request, Source
+from rollpack._sources import Request, Shards, Source
 from rollpack.cost import integer
 from rollpack.planning import Plan
 
@@ -199,25 +199,20 @@ class Packer:
         """``sources``: those of the plan, by which data may be passed. ``rows``: as for :meth:`hold`."""
         # Ids were settled by the plan: no key and no groups are read.
         self._request = Request.make(columns, (), token_columns=token_columns, sample_columns=sample_columns)
-        names = {name for name, _ in sources}
-        self._shards = data if isinstance(data, Mapping) and not names.isdisjoint(data) else None
-        self._sources = sources
-        self._source = self._opened(rows) if self._shards is not None else Source.of(data)
+        self._shards = Shards.of(data, sources)
+        self._source = self._shards.opened(rows) if self._shards else Source.of(data)
         self._pieces = self._source.holding(rows)
         self._rows = self._source.take(self._request, self._pieces)
-
-    def _opened(self, rows: npt.NDArray[np.int64] | None) -> Source:
-        return Source.of_shards(self._shards or {}, self._sources, rows)
 
     def hold(self, rows: npt.NDArray[np.int64] | None) -> None:
         """Hold what is needed to pack these rows, None for all: of files the row groups or batches that they lie in.
 
         What is held already is not read again; else all is let go of and read anew.
         """
-        if self._shards is not None:
-            self._source = self._opened(rows)
+        if self._shards:
+            self._source = self._shards.opened(rows)
         pieces = self._source.holding(rows)
-        if self._shards is not None or not pieces <= self._pieces:
+        if self._shards or not pieces <= self._pieces:
             del self._rows  # so that never both are held
             self._rows = self._source.take(self._request, pieces)
             self._pieces = pieces

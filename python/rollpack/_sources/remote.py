@@ -16,7 +16,7 @@ from rollpack._sources.parts import Batches, Part
 
 def is_object_ref(data: Any) -> bool:
     """Whether this is a ray.ObjectRef; does not import ray."""
-    return any(kind.__name__ == "ObjectRef" and kind.__module__.startswith("ray.") for kind in type(data).__mro__)
+    return any((kind.__module__.partition(".")[0], kind.__name__) == ("ray", "ObjectRef") for kind in type(data).__mro__)
 
 
 def of_object_ref(ref: Any, size: int, rows: npt.NDArray[np.int64] | None) -> Part:
