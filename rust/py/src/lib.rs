@@ -246,7 +246,7 @@ fn make_plan(
     let (plan, batch) = released(py, move || {
         let summary = Summary::from_batch(&summary.into_inner(), &key, &groups, sources)?;
         let mut plan = plan::plan(&summary, &options.0)?;
-        let batch = plan.take_batch(options.0.dp_size as usize)?;
+        let batch = plan.take_batch()?;
         Ok((plan, batch))
     })?;
     let counts = |s: &plan::Step| (s.num_rollouts, s.num_prompts, s.num_tokens, s.num_micro_batches);
