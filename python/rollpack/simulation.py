@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rollpack import _core
 from rollpack._errors import PlanError
-from rollpack.cost import MODELS, CostModel, cost_model
+from rollpack.cost import MODELS, CostModel, cost_model, integer
 from rollpack.names import mode_of, takes_divisor
 from rollpack.planning import Plan, needs_groups, plan
 from rollpack.summary import Summary, summary_of
@@ -56,7 +56,7 @@ class Prediction:
         idle_mean: how long a dp rank waits for others, over all steps, in the mean of the ranks.
         idle_worst: the same of the rank that waits longest.
         fill: true tokens over the room of the micro-batches, as ``Plan.fill``.
-        padding: share of the positions that are padding, of 1.
+        padding: share of the positions that are padding or of placeholders, of 1.
         peak_tokens: positions of the largest micro-batch on one GPU.
         plan_id: the plan's id.
     """
@@ -105,7 +105,7 @@ class Simulation:
 
     @cached_property
     def best(self) -> Prediction:
-        """The least GPU-seconds for the same rollouts: on so many GPUs the shortest time.
+        """The least GPU-seconds for the same rollouts: among settings with as many GPUs, the shortest time.
 
         Of those alike in six digits the one with the fewest peak tokens, then the first of the grid.
         """
@@ -149,7 +149,7 @@ def simulate(
 ) -> Simulation:
     """Plan the same rollouts under every setting of a grid, and predict how long each takes and who waits.
 
-    The data is read once. Each setting is planned as :func:`rollpack.plan` does it, and what is predicted is of that plan:
+    The data is read once. ``python -m tests.benchmarks.simulation`` holds predictions against measured times. Each setting is planned as :func:`rollpack.plan` does it, and what is predicted is of that plan:
 
     - A micro-batch takes ``cost / (C * peak * mfu) + overhead`` seconds on each of its C cp ranks, forward and backward. Its
       cost is the sum over its samples of ``linear * s + quadratic * s * s``, s with padding: samples attend only to
@@ -198,10 +198,9 @@ def simulate(
     if not 0 <= overhead < math.inf:
         raise PlanError(f"overhead is {overhead}; it has to be a number of seconds of at least 0")
     rate = _peak(device) * mfu
-    for name, values in {"modes": modes, "dp_sizes": dp_sizes, "cp_sizes": cp_sizes, "budgets": budgets}.items():
-        if isinstance(values, str) or not len(values):
-            raise PlanError(f"{name} is {values!r}; it has to be a list of at least one")
-    settings = [Setting(*values) for values in dict.fromkeys(product(modes, dp_sizes, cp_sizes, budgets))]
+    sizes = (_integers("dp_sizes", dp_sizes), _integers("cp_sizes", cp_sizes), _integers("budgets", budgets))
+    modes = _listed("modes", modes)
+    settings = [Setting(*values) for values in dict.fromkeys(product(modes, *sizes))]
     options = {"cost": cost, "sync": TRAINERS[trainer], **plan_options}
     steps_of, kept = plan_options.get("prompts_per_step"), plan_options.get("keep_together")
     groups = any(needs_groups(mode_of(mode), steps_of, kept) for mode in modes)
@@ -288,6 +287,16 @@ def _peak(device: str | float) -> float:
     if not 0 < peak < math.inf:
         raise PlanError(f"device is {peak} FLOP/s; it has to be above 0")
     return peak
+
+
+def _listed(name: str, values: Any) -> list[Any]:
+    if isinstance(values, str) or not isinstance(values, Iterable) or not (listed := list(values)):
+        raise PlanError(f"{name} is {values!r}; it has to be a list of at least one")
+    return listed
+
+
+def _integers(name: str, values: Sequence[int]) -> list[int]:
+    return [integer(f"one of {name}", value) for value in _listed(name, values)]
 
 
 def _number(name: str, value: float) -> float:

@@ -183,7 +183,9 @@ def test_the_plan_is_the_one_that_would_be_used():
         ({"trainer": "horse"}, "trainer is 'horse'; it has to be fsdp, ddp, pipeline"),
         ({"budgets": []}, "budgets is []; it has to be a list of at least one"),
         ({"modes": "sample_mean"}, "modes is 'sample_mean'; it has to be a list"),
-        ({"dp_sizes": [1.5]}, "dp_size is 1.5; it has to be an integer"),
+        ({"dp_sizes": [1.5]}, "one of dp_sizes is 1.5; it has to be an integer"),
+        ({"cp_sizes": ["x", 1]}, "one of cp_sizes is 'x'; it has to be an integer"),
+        ({"budgets": 8}, "budgets is 8; it has to be a list"),
         ({"layout": "spiral"}, "layout is 'spiral'"),
     ],
 )

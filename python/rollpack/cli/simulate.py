@@ -38,7 +38,7 @@ examples:
 models: {", ".join(MODELS)}; devices: {", ".join(DEVICES)}, or a peak in FLOP/s
 
 A micro-batch takes FLOPs / (cp size x peak x mfu) + overhead. Under fsdp ranks wait at each micro-batch, under ddp and
-pipeline once a step. Best is what takes the fewest GPU-seconds for the same rollouts: on as many GPUs, the shortest time.
+pipeline once a step. Best is what takes the fewest GPU-seconds for the same rollouts: of as many GPUs, the shortest time.
 """
 
 
