@@ -149,7 +149,8 @@ def simulate(
 ) -> Simulation:
     """Plan the same rollouts under every setting of a grid, and predict how long each takes and who waits.
 
-    The data is read once. ``python -m tests.benchmarks.simulation`` holds predictions against measured times. Each setting is planned as :func:`rollpack.plan` does it, and what is predicted is of that plan:
+    The data is read once. Each setting is planned as :func:`rollpack.plan` does it, and what is predicted is of that plan
+    (``python -m tests.benchmarks.simulation`` holds it against measured times):
 
     - A micro-batch takes ``cost / (C * peak * mfu) + overhead`` seconds on each of its C cp ranks, forward and backward. Its
       cost is the sum over its samples of ``linear * s + quadratic * s * s``, s with padding: samples attend only to
