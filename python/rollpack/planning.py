@@ -22,7 +22,7 @@ from rollpack._errors import DataError, PlanError
 from rollpack._files import write_whole
 from rollpack.cost import CostModel, cost_model, integer
 from rollpack.names import check_units, resolve
-from rollpack.summary import SourceName, Summary, summarize
+from rollpack.summary import SourceName, summary_of
 
 _METADATA, _ID = b"rollpack.plan", b"rollpack.plan_id"
 
@@ -454,13 +454,8 @@ def plan(
         keep_together=keep_together,
     )
     options = _core.Options(settings, settings.cut)
-    if isinstance(data_or_summary, Summary):
-        summary = data_or_summary
-        if columns is not None or rollout_key != "rollout_id":
-            raise PlanError("columns= and rollout_key= belong to summarize; this summary was made with its own")
-    else:
-        groups = loss_aggregation == "prompt_mean" or prompts_per_step is not None or keep_together == "group"
-        summary = summarize(data_or_summary, groups=groups, columns=columns, rollout_key=rollout_key)
+    groups = needs_groups(loss_aggregation, prompts_per_step, keep_together)
+    summary = summary_of(data_or_summary, groups=groups, columns=columns, rollout_key=rollout_key)
     if loss_aggregation == "token_mean_legacy":
         _warn_of_legacy()
     sources = [(repr(name), rows) for name, rows in summary.sources]
@@ -480,6 +475,11 @@ def plan(
         _placements=planned.placements,
         _offsets=planned.offsets,
     )
+
+
+def needs_groups(loss_aggregation: str | None, prompts_per_step: int | None, keep_together: str | None) -> bool:
+    """Whether a plan with these arguments reads prompt groups."""
+    return loss_aggregation == "prompt_mean" or prompts_per_step is not None or keep_together == "group"
 
 
 @cache

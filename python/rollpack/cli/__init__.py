@@ -15,11 +15,11 @@ import pyarrow as pa
 
 import rollpack
 from rollpack._errors import RollpackError
-from rollpack.cli import demo, inspect, pack, plan, verify
+from rollpack.cli import demo, inspect, pack, plan, simulate, verify
 from rollpack.cli._arguments import Parser
 from rollpack.cli._output import one_line
 
-_COMMANDS = (inspect, plan, pack, verify, demo)
+_COMMANDS = (inspect, plan, simulate, pack, verify, demo)
 
 _EPILOG = """\
 examples:
