@@ -17,6 +17,7 @@ _FORMATS: dict[str, Callable[[Any], str]] = {
     "plain": lambda value: f"{value:,.6g}",
     "mean": lambda value: f"{value:,.1f}",
     "percent": lambda value: f"{value:.1%}",
+    "share": lambda value: f"{value:.2%}",
     "times": lambda value: f"{value:.3g} x",
     "ratio": lambda value: f"{value:.4f}",
 }

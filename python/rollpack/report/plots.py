@@ -116,8 +116,9 @@ def bars(counts: Mapping[str, Sequence[int]], what: str, unit: str, of: str) -> 
         for bar, low, count in zip(drawn, edges, counts["counts"], strict=False):
             drawing.hint(bar, f"{_range(low, low + width - 1)} {unit}: {count:,} {of}")
         axes.set(title=what, xlabel=unit, ylabel=of)
-        spare = max(0.0, (12 - len(middle)) / 2) * width  # few bars are not to be broad ones
-        axes.set_xlim(edges[0] - width / 2 - spare, edges[-1] - width / 2 + spare)
+        # Few bars are not to be broad ones.
+        low = min(edges[0], max(0, edges[0] - 5 * width))
+        axes.set_xlim(low - 0.5, max(edges[-1], low + 12 * width) - 0.5)
         axes.xaxis.set_major_locator(MaxNLocator(6, integer=True, min_n_ticks=1))
         axes.yaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
         for axis in (axes.xaxis, axes.yaxis):
@@ -182,7 +183,7 @@ def schedule(made: Schedule) -> str:
     settings, per_rank = made.plan.settings, made.tokens.shape[1]
     unit = "tokens" if tuple(settings.cost) == (1, 0) else "cost, of the longest rank's"
     scale = 1.0 if unit == "tokens" else 100 / (made.end or 1)
-    low = min(0.9, float(made.fills[:ranks].min()))
+    low = min(0.9, float(made.fills[:ranks][made.tokens[:ranks] > 0].min(initial=1.0)))
     with _Drawing("schedule", 7.6, max(1.7, 1.0 + min(0.26, 9 / ranks) * ranks)) as drawing:
         axes, colours = drawing.axes, mpl.colormaps["viridis"]
         few = ranks * per_rank <= 400
