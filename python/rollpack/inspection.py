@@ -167,7 +167,6 @@ def inspect(
         # Where columns are missing or mistyped, the parts cannot be read as one. The columns are the thing to tell.
         nothing = pa.RecordBatch.from_pydict({name: pa.array([], pa.int64()) for name in _COLUMNS})
         read = _Read(nothing, (), [("input", None, None, str(error))], None)
-        request = replace(request, groups=False)
     if read.batch.num_rows == 0 and not faults and all(kind == "input" for kind, *_ in read.faults):
         raise DataError("; ".join(message for *_, message in read.faults))
     if read.ids is not None:
@@ -176,7 +175,8 @@ def inspect(
     told = {(fault.column, fault.message) for fault in faults}
     faults += _with_parts([fault for fault in read.faults if (fault[1], fault[3]) not in told], watch.rows)
     rows = sum(watch.rows) if all(watch.finished) else None
-    return _measure(read, Summary(read.batch, read.key, request.groups, request), rows, watch.rows, faults)
+    summary = Summary(read.batch, read.key, "group_index" in read.batch.schema.names, request)
+    return _measure(read, summary, rows, watch.rows, faults)
 
 
 #: The columns of the summary that every input has.

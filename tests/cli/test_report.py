@@ -181,6 +181,16 @@ def test_nothing_but_faults(report, tmp_path):
     assert "did you mean &#39;token&#39;?" in page.read_text()
 
 
+@pytest.mark.parametrize(("groups", "sound"), [([1.5] * 4, 4), ([None, 0, 0, 0], 3)])
+def test_groups_with_faults(report, tmp_path, groups, sound):
+    """A plan that reads no groups can be made; the groups are left out, or those that are sound are shown."""
+    rows = [{"tokens": [1, 2], "loss_mask": [1], "group_index": group} for group in groups]
+    status, found, page = report(write(tmp_path / "a.parquet", rows), "--micro-batch-size", 1)
+    assert (status, found["num_faults"], found["plan"]["num_rows"]) == (1, 1, 4)
+    assert found["inspection"]["sound_rows"] == sound
+    assert ("There is no group column" in page.read_text()) == (sound == 4)
+
+
 def test_what_cannot_be_planned_is_told(report, file):
     status, found, page = report(file, "--max-tokens-per-gpu", 4)
     assert (status, found["plan"]) == (1, None)
