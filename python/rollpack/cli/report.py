@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         for line in [repr(found), repr(made) if no_plan is None else f"no schedule: {no_plan}"]:
             say(line)
         say(f"{arguments.output}: {bytes_text(arguments.output.stat().st_size)}")
-    return 1 if found.faults or (made is None and _budget(arguments)) else 0
+    return 1 if found.faults or (made is None and _planned(arguments)) else 0
 
 
 def numbers(
@@ -103,14 +103,14 @@ def numbers(
     }
 
 
-def _budget(arguments: argparse.Namespace) -> bool:
+def _planned(arguments: argparse.Namespace) -> bool:
     """Whether a plan is asked for."""
     return bool(plan_options(arguments).keys() - input_options(arguments).keys())
 
 
 def _plan(files: Input, arguments: argparse.Namespace) -> tuple[Plan | None, str | None]:
     """The plan, or why there is none."""
-    if not _budget(arguments):
+    if not _planned(arguments):
         return None, "no budget was given: pass --max-tokens-per-gpu or --micro-batch-size"
     try:
         with files.located():

@@ -130,14 +130,15 @@ def token_weights(modes: Mapping[str, Mapping[str, Any]], edges: Sequence[int]) 
     """What a token weighs by the trained tokens of its rollout, a line a mode."""
     with _Drawing("What a token weighs, by the length of its rollout", height=3.0) as drawing:
         axes = drawing.axes
+        extremes = 1.0, 1.0
         middle = np.sqrt(np.array(edges[:-1]) * (np.array(edges[1:]) - 1.0))
         for (mode, shares), (colour, dash) in zip(modes.items(), _LINES, strict=False):
             weights = np.array([np.nan if x is None else x for x in shares["by_length"]])
             has = ~np.isnan(weights) & (weights > 0)
             axes.plot(middle[has], weights[has], dash, color=colour, label=mode, marker=".", markersize=4)
-        axes.set(
-            xscale="log", yscale="log", xlabel="trained tokens of the rollout", ylabel="weight of a token, over the mean"
-        )
+            extremes = min(extremes[0], *weights[has]), max(extremes[1], *weights[has])
+        axes.set(xscale="log", xlim=(edges[0] / 1.2, edges[-1] * 1.2), xlabel="trained tokens of the rollout")
+        axes.set(yscale="log", ylim=(extremes[0] / 1.5, extremes[1] * 1.5), ylabel="weight of a token, over the mean")
         axes.set_title("What a token weighs, by its rollout's length")
         axes.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
