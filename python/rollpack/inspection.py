@@ -175,7 +175,8 @@ def inspect(
     told = {(fault.column, fault.message) for fault in faults}
     faults += _with_parts([fault for fault in read.faults if (fault[1], fault[3]) not in told], watch.rows)
     rows = sum(watch.rows) if all(watch.finished) else None
-    summary = Summary(read.batch, read.key, "group_index" in read.batch.schema.names, request)
+    groups = ("group_index",) if "group_index" in read.batch.schema.names else ()
+    summary = Summary(read.batch, read.key, groups, request)
     return _measure(read, summary, rows, watch.rows, faults)
 
 
