@@ -172,5 +172,5 @@ def test_spread_over_ranks(run, tmp_path):
 def test_the_plan_does_not_take_the_place_of_the_rollouts(fails, file):
     before = file.read_bytes()
     message = fails("plan", file, "--micro-batch-size", 1, "-o", file)
-    assert message == f"{file} is one of the files to read; name another to save the plan in"
+    assert message == f"{file} is one of the files to read; name another to write"
     assert file.read_bytes() == before

@@ -15,17 +15,18 @@ import pyarrow as pa
 
 import rollpack
 from rollpack._errors import RollpackError
-from rollpack.cli import demo, inspect, pack, plan, simulate, verify
+from rollpack.cli import demo, inspect, pack, plan, report, simulate, verify
 from rollpack.cli._arguments import Parser
 from rollpack.cli._output import one_line
 
-_COMMANDS = (inspect, plan, simulate, pack, verify, demo)
+_COMMANDS = (inspect, plan, simulate, pack, verify, report, demo)
 
 _EPILOG = """\
 examples:
   rollpack inspect rollouts.parquet
   rollpack plan rollouts.parquet --max-tokens-per-gpu 16384 --dp-size 8 --cp-size 2
   rollpack verify rollouts.parquet
+  rollpack report rollouts.parquet -o report.html
   rollpack pack 'shards/*.parquet' --max-tokens-per-gpu 16384 --dp-size 8 -o packed
 
 FILE is Parquet, Arrow IPC or JSON lines; several are read as one input, and globs need not be expanded.

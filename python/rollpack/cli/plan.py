@@ -43,10 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, show, save."""
     output: Path | None = arguments.output
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise UsageError(f"{output} is a directory, or lies in none; name a file to save the plan in")
-    if output is not None and output.exists() and any(output.samefile(p) for f in arguments.files for p in paths(f)):
-        raise UsageError(f"{output} is one of the files to read; name another to save the plan in")
+    if output is not None:
+        check_output(output, arguments.files)
     made = make(arguments)
     if output is not None:
         made.save(output)
@@ -59,6 +57,14 @@ def run(arguments: argparse.Namespace) -> int:
     if output is not None:
         say(f"saved as {output}")
     return 0
+
+
+def check_output(output: Path, files: list[str]) -> None:
+    """Asked before any work: whether a file can be written there, in the place of none that is read."""
+    if output.is_dir() or not output.parent.is_dir():
+        raise UsageError(f"{output} is a directory, or lies in none; name a file to write")
+    if output.exists() and any(output.samefile(p) for f in files for p in paths(f)):
+        raise UsageError(f"{output} is one of the files to read; name another to write")
 
 
 def make(arguments: argparse.Namespace) -> Plan:
