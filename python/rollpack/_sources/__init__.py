@@ -19,7 +19,7 @@ from rollpack._sources.parts import Batches, Part, Piece, reading
 from rollpack._sources.request import ROLES, Request
 from rollpack._sources.watch import Watch
 
-__all__ = ["ROLES", "Request", "Source", "Watch", "no_rows", "paths", "reading"]
+__all__ = ["ROLES", "Request", "Source", "Watch", "no_rows", "of_file", "paths", "reading"]
 
 
 class Source:
