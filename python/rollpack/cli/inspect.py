@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rollpack.cli._arguments import add_input, add_json, input_options
 from rollpack.cli._input import Input
-from rollpack.cli._output import progress, say, say_json, table
+from rollpack.cli._output import bad, good, progress, say, say_json, table
 from rollpack.inspection import Fault, Inspection, Spread, inspect
 
 #: Faults of one kind that are shown to a person.
@@ -41,6 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
         files = Input(arguments.files, moved)
         with files.located():
             found = inspect(files.source, **input_options(arguments))
+    found = replace(found, faults=[fault._replace(message=arguments.spoken(fault.message)) for fault in found.faults])
     if arguments.json:
         say_json(_document(found, files.paths))
     else:
@@ -113,11 +114,11 @@ def _spreads(found: Inspection) -> list[str]:
 def _faults(faults: list[Fault], paths: list[Path]) -> list[str]:
     """The faults, those of a kind together, the first of each kind in full."""
     if not faults:
-        return ["", "no faults"]
+        return ["", good("no faults")]
     kinds: dict[tuple[str | None, str], list[Fault]] = {}
     for fault in faults:
         kinds.setdefault((fault.column, _pattern(fault.message)), []).append(fault)
-    lines = ["", _count(len(faults), "fault")]
+    lines = ["", bad(_count(len(faults), "fault"))]
     for alike in kinds.values():
         lines += [f"  {_place(fault, paths)}{fault.message}" for fault in alike[:_SHOWN]]
         if len(alike) > _SHOWN:
