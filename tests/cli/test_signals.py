@@ -6,6 +6,7 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
@@ -120,3 +121,27 @@ def test_while_it_waits_for_a_pipe(tmp_path):
     os.close(writing_end)
     assert (process.returncode, err) == (143, b"rollpack: terminated\n")
     assert list(folder.iterdir()) == []
+
+
+#: ``inspect`` with some time between its lines.
+SLOW = """
+import sys, time
+from rollpack.cli import inspect, main
+say = inspect.say
+inspect.say = lambda line: (time.sleep(0.2), say(line))
+sys.exit(main(["inspect", sys.argv[1]]))
+"""
+
+
+def test_a_library_that_swallows_it(many, tmp_path):
+    """As pyarrow does while it imports pandas: what comes then ends the import alone."""
+    (tmp_path / "pandas").mkdir()
+    (tmp_path / "pandas" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    ended = subprocess.run(
+        [sys.executable, "-c", SLOW, str(many)],
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (143, "rollpack: terminated\n")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Seconds until it is asked again. Some swallow an exception that they do not know, as pyarrow does where it imports pandas.
+_AGAIN = 0.02
 
 
 class Stopped(KeyboardInterrupt):
@@ -26,18 +28,25 @@ def stopping() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only there can signals be had
         yield
         return
-    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in _SIGNALS}
-    taken = [number for number, handler in before.items() if handler is not signal.SIG_IGN]
-    for number in taken:
-        signal.signal(number, _stop)
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (*_SIGNALS, signal.SIGALRM)}
+    for number in _SIGNALS:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, _stop)
     try:
         yield
     finally:
-        for number in taken:
-            signal.signal(number, before[number])
+        if signal.getsignal(signal.SIGALRM) is not before[signal.SIGALRM]:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _stop(number: int, _: FrameType | None) -> NoReturn:
-    for other in _SIGNALS:  # what is half-written is being removed; a second Ctrl-C would leave it there
-        signal.signal(other, signal.SIG_IGN)
+def _stop(number: int, _: FrameType | None) -> None:
+    error = sys.exc_info()[1]
+    while error is not None:
+        if isinstance(error, Stopped):  # what is half-written is being removed; a second Ctrl-C would leave it there
+            return
+        error = error.__context__
+    signal.signal(signal.SIGALRM, lambda *_: _stop(number, None))
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN, _AGAIN)
     raise Stopped(number)
