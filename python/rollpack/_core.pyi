@@ -34,7 +34,9 @@ def summarize(data: Sequence[Any], request: _Request) -> tuple[pa.RecordBatch, l
 def inspect(
     data: Sequence[Any], request: _Request
 ) -> tuple[pa.RecordBatch, list[str], list[tuple[str, str | None, int | None, str]]]: ...
-def plan(summary: Any, key: Sequence[str], groups: bool, options: Options) -> Planning: ...
+def plan(
+    summary: Any, key: Sequence[str], groups: Sequence[str], sources: Sequence[tuple[str, int]], options: Options
+) -> Planning: ...
 def sample_weights(
     loss_aggregation: str,
     num_samples: int,

@@ -68,7 +68,7 @@ def write_packed(
     ranks = [(dp, cp) for dp in range(settings.dp_size) for cp in range(settings.cp_size)]
     names = [f"dp{dp}-cp{cp}.arrow" for dp, cp in ranks]
     metadata = {_METADATA: base64.b64encode(plan.to_bytes())}
-    packer = Packer(data, plan.columns, token_columns, sample_columns, rows=plan._rows_of(0))
+    packer = Packer(data, plan.columns, token_columns, sample_columns, sources=plan.sources, rows=plan._rows_of(0))
     with write_whole_directory(Path(directory)) as temporary, ExitStack() as stack:
         writers: list[pa.RecordBatchWriter | None] = [None] * len(ranks)
         # Step by step, so that what a step lies in is read once for all ranks.

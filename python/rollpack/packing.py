@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from rollpack import _core
 from rollpack._errors import DataError, PlanError
-from rollpack._sources import Request, Source
+from rollpack._sources import Request, Shards, Source
 from rollpack.cost import integer
 from rollpack.planning import Plan
 
@@ -129,7 +129,10 @@ def pack(
     """Pack the micro-batches of one rank in one step, in the order in which it runs them.
 
     Args:
-        data: the rollouts that were planned, as for :func:`rollpack.summarize`, readable once more.
+        data: the rollouts that were planned, as for :func:`rollpack.summarize`, readable once more. Of files, the row groups
+            and batches are read that hold rows of this rank. Where shards were joined, they follow each other in the order
+            of ``plan.sources``, or are passed by name, ``{source: data}``: then those that hold no row of this rank are not
+            opened, and need not be there. The data of a shard may be a Ray ObjectRef.
         plan: the plan.
         step: the optimizer step; may be left out where the plan has only one.
         dp_rank: the data-parallel rank.
@@ -153,7 +156,8 @@ def pack(
     step = plan._checked(step, dp_rank, cp_rank)
     if integer("num_threads", num_threads) < 1:
         raise PlanError(f"num_threads is {num_threads}; it has to be at least 1")
-    packer = Packer(data, plan.columns, token_columns, sample_columns, rows=plan._rows_of(step, dp_rank))
+    rows = plan._rows_of(step, dp_rank)
+    packer = Packer(data, plan.columns, token_columns, sample_columns, sources=plan.sources, rows=rows)
     return packer.rank(plan, step, dp_rank, cp_rank, num_threads=num_threads)
 
 
@@ -189,12 +193,14 @@ class Packer:
         token_columns: Sequence[str] = (),
         sample_columns: Sequence[str] = (),
         *,
+        sources: Sequence[tuple[Any, int]] = (),
         rows: npt.NDArray[np.int64] | None = None,
     ) -> None:
-        """``rows``: as for :meth:`hold`."""
+        """``sources``: those of the plan, by which data may be passed. ``rows``: as for :meth:`hold`."""
         # Ids were settled by the plan: no key and no groups are read.
         self._request = Request.make(columns, (), token_columns=token_columns, sample_columns=sample_columns)
-        self._source = Source.of(data)
+        self._shards = Shards.of(data, sources)
+        self._source = self._shards.opened(rows) if self._shards else Source.of(data)
         self._pieces = self._source.holding(rows)
         self._rows = self._source.take(self._request, self._pieces)
 
@@ -203,8 +209,10 @@ class Packer:
 
         What is held already is not read again; else all is let go of and read anew.
         """
+        if self._shards:
+            self._source = self._shards.opened(rows)
         pieces = self._source.holding(rows)
-        if not pieces <= self._pieces:
+        if self._shards or not pieces <= self._pieces:
             del self._rows  # so that never both are held
             self._rows = self._source.take(self._request, pieces)
             self._pieces = pieces

@@ -22,7 +22,7 @@ from rollpack._errors import DataError, PlanError
 from rollpack._files import write_whole
 from rollpack.cost import CostModel, cost_model, integer
 from rollpack.names import check_units, resolve
-from rollpack.summary import Summary, summarize
+from rollpack.summary import SourceName, Summary, summarize
 
 _METADATA, _ID = b"rollpack.plan", b"rollpack.plan_id"
 
@@ -103,6 +103,8 @@ class Plan:
         settings: the arguments that it was made with.
         columns: the mapping of column names, for ``pack``.
         rollout_key: the rollout key, for reading the data again.
+        sources: the shards that were joined, by name, and how many rows each has; empty where none was named. Rows count
+            through them in this order.
         num_rows: the number of rows of the data.
         dropped_rows: int64, the rows that ``remainder="drop"`` leaves out.
         oversize_rows: int64, the rows over the budget that are alone in their micro-batch.
@@ -116,6 +118,7 @@ class Plan:
     settings: Settings
     columns: Mapping[str, str | None]
     rollout_key: tuple[str, ...]
+    sources: tuple[tuple[SourceName, int], ...]
     num_rows: int
     dropped_rows: npt.NDArray[np.int64]
     oversize_rows: npt.NDArray[np.int64]
@@ -127,6 +130,24 @@ class Plan:
         """The input rows of a micro-batch, int64, in the order in which they lie in it. A placeholder has none."""
         rows: npt.NDArray[np.int64] = self._slice("row", self._bounds(step, dp_rank, micro_batch))
         return rows
+
+    def rows_by_source(self, rows: npt.NDArray[np.int64]) -> dict[SourceName, npt.NDArray[np.int64]]:
+        """Where these rows lie: for each source that has some of them, its rows, counted from 0 within it, in order.
+
+        Raises:
+            PlanError: no source was named (see :meth:`Summary.concat`).
+        """
+        if not self.sources:
+            raise PlanError("this plan has no sources: its summary was made without source=")
+        names, sizes = zip(*self.sources, strict=True)
+        ends = np.cumsum(sizes, dtype=np.int64)
+        rows = np.sort(rows)
+        bounds = np.searchsorted(rows, [0, *ends]).tolist()
+        return {
+            name: rows[a:b] - (end - size)
+            for name, size, end, (a, b) in zip(names, sizes, ends, pairwise(bounds), strict=True)
+            if a < b
+        }
 
     def to_arrow(self) -> pa.Table:
         """One row a placed sample.
@@ -210,6 +231,7 @@ class Plan:
                 "settings": asdict(self.settings),
                 "columns": dict(self.columns),
                 "rollout_key": self.rollout_key,
+                "sources": self.sources,
                 "num_rows": self.num_rows,
                 "dropped_rows": self.dropped_rows.tolist(),
                 "oversize_rows": self.oversize_rows.tolist(),
@@ -228,6 +250,7 @@ class Plan:
             settings=Settings(**settings),
             columns=values["columns"],
             rollout_key=tuple(values["rollout_key"]),
+            sources=tuple((name, rows) for name, rows in values["sources"]),
             num_rows=values["num_rows"],
             dropped_rows=np.array(values["dropped_rows"], dtype=np.int64),
             oversize_rows=np.array(values["oversize_rows"], dtype=np.int64),
@@ -425,13 +448,15 @@ def plan(
         summary = summarize(data_or_summary, groups=groups, columns=columns, rollout_key=rollout_key)
     if loss_aggregation == "token_mean_legacy":
         _warn_of_legacy()
-    planned = _core.plan(summary._batch, summary.rollout_key, summary.groups, options)
+    sources = [(repr(name), rows) for name, rows in summary.sources]
+    planned = _core.plan(summary._planned_batch(), summary.rollout_key, summary.group_key, sources, options)
     check_units(name, *(planned.placements.column(column).to_numpy() for column in ("row", "rollout_index")))
     return Plan(
         steps=tuple(Step(*step) for step in planned.steps),
         settings=settings,
         columns=dict(summary.request.columns),
         rollout_key=summary.request.rollout_key,
+        sources=summary.sources,
         num_rows=len(summary),
         dropped_rows=planned.dropped_rows,
         oversize_rows=planned.oversize_rows,

@@ -67,7 +67,7 @@ def summary_of(lengths: np.ndarray) -> rollpack.Summary:
     values = {"total_length": lengths, "response_length": np.zeros_like(lengths), "mask_sum": np.zeros_like(lengths)}
     rows = np.arange(len(lengths))
     batch = pa.record_batch([pa.array(values.get(name, rows)) for name in one._batch.schema.names], one._batch.schema.names)
-    return rollpack.Summary(batch, one.rollout_key, False, Request.make(None, "rollout_id"))
+    return rollpack.Summary(batch, one.rollout_key, (), Request.make(None, "rollout_id"))
 
 
 def timed(repeat: int, work: Callable[[], Any]) -> tuple[float, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
@@ -15,11 +16,12 @@ from rollpack import _core
 from rollpack._errors import DataError
 from rollpack._sources.files import of_file, paths
 from rollpack._sources.objects import of_columns, of_object
-from rollpack._sources.parts import Batches, Part, Piece, reading
+from rollpack._sources.parts import Batches, Part, Piece, chained, closed, reading
+from rollpack._sources.remote import is_object_ref, of_object_ref
 from rollpack._sources.request import ROLES, Request
 from rollpack._sources.watch import Watch
 
-__all__ = ["ROLES", "Request", "Source", "Watch", "no_rows", "of_file", "paths", "reading"]
+__all__ = ["ROLES", "Request", "Shards", "Source", "Watch", "no_rows", "of_file", "paths", "reading"]
 
 
 class Source:
@@ -57,7 +59,7 @@ class Source:
 
     def streams(self, request: Request, *, project: bool = True) -> list[Any]:
         """One Arrow stream a part. With ``project``, of the columns that are read only, where a part can choose."""
-        return [part.stream(self._projection(part, request) if project else None, None) for part in self._parts]
+        return [part.stream(self.projection(part, request) if project else None, None) for part in self._parts]
 
     def holding(self, rows: npt.NDArray[np.int64] | None) -> set[Piece]:
         """The pieces that hold these rows, None for all. One at least, for the types of its columns.
@@ -79,9 +81,10 @@ class Source:
         if rows is None:
             return set(pieces)
         known, unknown = pieces[: len(starts)], pieces[len(starts) :]
+        opened = [piece for piece in pieces if not self._parts[piece[0]].closed]
         inside = rows if start is None else rows[rows < start]
         found = np.unique(np.searchsorted(starts, inside, side="right") - 1).tolist() if starts else []
-        return {known[piece] for piece in found} | set(unknown) or set(pieces[:1])
+        return {known[piece] for piece in found} | set(unknown) or set(opened[:1])
 
     def take(self, request: Request, pieces: set[Piece] | None = None) -> _core.Rows:
         """The rows of these pieces (None: all), held, ready for packing. Of the others the number is known."""
@@ -90,7 +93,7 @@ class Source:
         for number, part in enumerate(self._parts):
             lengths = part.lengths() if part.lengths and pieces is not None else [0]
             wanted = [pieces is None or (number, i) in pieces for i in range(len(lengths))]
-            names = self._projection(part, request)
+            names = self.projection(part, request)
             for here, run in groupby(range(len(lengths)), wanted.__getitem__):
                 if here:
                     streams.append(part.stream(names, None if all(wanted) else list(run)))
@@ -101,7 +104,12 @@ class Source:
             return _core.Rows(streams, request, gaps)
 
     @staticmethod
-    def _projection(part: Part, request: Request) -> list[str] | None:
+    def projection(part: Part, request: Request) -> list[str] | None:
+        """The columns of a part that are read, None where it cannot tell.
+
+        Raises:
+            SchemaError: one is missing.
+        """
         if part.names is None:
             return None
         names = part.names()
@@ -109,6 +117,69 @@ class Source:
         _core.Rows([no_rows(_plausible(names, request))], request, [0, 0])
         wanted = request.names()
         return [name for name in names if name in wanted]
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Data in shards.
+
+    Attributes:
+        data: what each is, by name; those that nobody needs may be missing.
+        sizes: all names, in the order in which rows count through them, and how many rows each has.
+    """
+
+    data: Mapping[Any, Any]
+    sizes: Sequence[tuple[Any, int]]
+
+    @classmethod
+    def of(cls, data: Any, sizes: Sequence[tuple[Any, int]]) -> Shards | None:
+        """Where ``data`` is a mapping from names of ``sizes``.
+
+        Raises:
+            DataError: some are names, and others are not.
+        """
+        if isinstance(data, Shards) or not isinstance(data, Mapping) or {name for name, _ in sizes}.isdisjoint(data):
+            return data if isinstance(data, Shards) else None
+        unknown = [name for name in data if name not in dict(sizes)]
+        if unknown:
+            planned = _few([name for name, _ in sizes])
+            raise DataError(f"{unknown[0]!r} is none of the sources that were planned: {planned}")
+        return cls(data, sizes)
+
+    def opened(self, rows: npt.NDArray[np.int64] | None) -> Source:
+        """A source of which the shards that hold none of these rows (None: all) are left closed."""
+        starts = np.cumsum([0, *(size for _, size in self.sizes)])
+        if rows is not None and len(rows) == 0:  # placeholders only: one row, for the types of columns
+            first = next(i for i, (name, _) in enumerate(self.sizes) if name in self.data)
+            rows = starts[first : first + 1]
+        wanted = np.arange(starts[-1]) if rows is None else np.sort(rows)
+        bounds = np.searchsorted(wanted, starts).tolist()
+        parts: list[Part] = []
+        for (name, size), start, a, b in zip(self.sizes, starts.tolist(), bounds, bounds[1:], strict=False):
+            if a == b:
+                parts.append(closed(size))
+            elif name not in self.data:
+                raise DataError(f"source {name!r} holds rows of this rank, and is not among the shards that were passed")
+            else:
+                parts += self._parts(name, size, wanted[a:b] - start)
+        return Source(parts)
+
+    def _parts(self, name: Any, size: int, rows: npt.NDArray[np.int64]) -> Sequence[Part]:
+        data = self.data[name]
+        if is_object_ref(data):
+            return [of_object_ref(data, size, rows)]
+        parts = Source.of(data)._parts
+        known = [part.lengths() for part in parts if part.lengths]
+        if len(known) < len(parts):
+            return [Part(lambda names, _: chained(parts, names), None, lambda: [size])]
+        if (found := sum(map(sum, known))) != size:
+            raise DataError(f"source {name!r} had {size} rows when it was summarized, and now has {found}")
+        return parts
+
+
+def _few(names: Sequence[Any]) -> str:
+    shown = ", ".join(repr(name) for name in names[:5])
+    return shown if len(names) <= 5 else f"{shown}, ... ({len(names):,} in all)"
 
 
 def _plausible(names: Sequence[str], request: Request) -> pa.Schema:

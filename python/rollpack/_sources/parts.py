@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, TypeAlias, TypeVar
 
 import pyarrow as pa
@@ -25,11 +26,24 @@ class Part:
         stream: the columns of these names (None: all) in these pieces (None: all), as an Arrow stream.
         names: its columns, None where only the stream itself can tell.
         lengths: the rows of each piece, None where only the stream itself can tell how many there are.
+        closed: whether it is not to be read.
     """
 
     stream: Callable[[list[str] | None, list[int] | None], Any]
     names: Callable[[], list[str]] | None = None
     lengths: Callable[[], list[int]] | None = None
+    closed: bool = False
+
+
+def closed(rows: int) -> Part:
+    """A part of which nobody wants a row."""
+    return Part(lambda *_: pa.table({}), None, lambda: [rows], closed=True)
+
+
+def chained(parts: Sequence[Part], names: list[str] | None) -> Batches:
+    """The rows of several parts, as one stream."""
+    readers = [pa.RecordBatchReader.from_stream(part.stream(names, None)) for part in parts]
+    return Batches(readers[0].schema, chain.from_iterable(readers))
 
 
 class Batches:

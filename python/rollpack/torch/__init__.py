@@ -6,6 +6,7 @@ from rollpack.torch.logprobs import token_logprobs
 from rollpack.torch.mesh import Ranks, ranks_of
 from rollpack.torch.metrics import Metrics
 from rollpack.torch.reducer import LossReducer
+from rollpack.torch.shards import check_same_plan, summarize_shards
 from rollpack.torch.stream import MicroBatchDataset, MicroBatches, micro_batches
 from rollpack.torch.weights import scale_advantages, token_weights, weighted_sum
 
@@ -17,10 +18,12 @@ __all__ = [
     "Ranks",
     "attention_mask",
     "block_mask",
+    "check_same_plan",
     "gradient_factor",
     "micro_batches",
     "ranks_of",
     "scale_advantages",
+    "summarize_shards",
     "token_logprobs",
     "token_weights",
     "weighted_sum",

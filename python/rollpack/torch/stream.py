@@ -70,7 +70,8 @@ def micro_batches(
         raise RollpackError(f"prefetch is {prefetch}; it has to be at least 1")
     dp_rank, cp_rank = _ranks(plan, mesh, dp_rank, cp_rank)
     step = plan._checked(step, dp_rank, cp_rank)
-    packer = Packer(data, plan.columns, token_columns, sample_columns, rows=plan._rows_of(step, dp_rank))
+    rows = plan._rows_of(step, dp_rank)
+    packer = Packer(data, plan.columns, token_columns, sample_columns, sources=plan.sources, rows=rows)
     device = torch.device(device)
     number = plan.steps[step].num_micro_batches
     staging = _Staging(device, prefetch + 1) if device.type == "cuda" else None
@@ -316,6 +317,6 @@ class MicroBatchDataset(IterableDataset[MicroBatch[torch.Tensor]]):
         indices = range(first, len(self), stride)
         rows = [self._plan.rows(self._step, self._ranks[0], i) for i in indices]
         held = np.concatenate([np.empty(0, np.int64), *rows])
-        packer = Packer(self._data, self._plan.columns, *self._columns, rows=held)
+        packer = Packer(self._data, self._plan.columns, *self._columns, sources=self._plan.sources, rows=held)
         for micro_batch in packer.rank(self._plan, self._step, *self._ranks, indices=indices):
             yield to_device(micro_batch, "cpu")

@@ -105,13 +105,47 @@ impl Interner {
     }
 }
 
-/// Tells rollouts and prompt groups apart, row after row, and sees to it that no rollout lies in two groups.
+/// Numbers the ids of a key, a column each part, over any number of batches.
 #[derive(Debug, Default)]
-pub struct Grouping {
+struct KeyInterner {
     parts: Vec<Interner>,
     /// Pairs (number of the key so far, number of the next part) → number of the longer key.
     pairs: Vec<FxHashMap<(usize, usize), usize>>,
-    groups: Interner,
+}
+
+impl KeyInterner {
+    /// The number of every row's key; none where the key has no part.
+    fn intern(&mut self, key: &[Ids]) -> Result<Option<Vec<usize>>> {
+        self.parts.resize_with(key.len(), Interner::default);
+        self.pairs.resize_with(key.len().saturating_sub(1), FxHashMap::default);
+        let mut columns = key.iter().zip(&mut self.parts).map(|(ids, part)| part.intern(ids));
+        let Some(first) = columns.next() else { return Ok(None) };
+        let mut numbers = first?;
+        for (column, pairs) in columns.zip(&mut self.pairs) {
+            for (number, part) in numbers.iter_mut().zip(column?) {
+                let next = pairs.len();
+                if *number == NO_ID || part == NO_ID {
+                    *number = NO_ID;
+                } else {
+                    *number = *pairs.entry((*number, part)).or_insert(next);
+                }
+            }
+        }
+        Ok(Some(numbers))
+    }
+
+    /// Only sees to it that the key keeps its types.
+    fn same_types(&mut self, key: &[Ids]) -> Result<()> {
+        self.parts.resize_with(key.len(), Interner::default);
+        key.iter().zip(&mut self.parts).try_for_each(|(ids, part)| part.same_type(ids))
+    }
+}
+
+/// Tells rollouts and prompt groups apart, row after row, and sees to it that no rollout lies in two groups.
+#[derive(Debug, Default)]
+pub struct Grouping {
+    rollouts: KeyInterner,
+    groups: KeyInterner,
     /// The group of each rollout and the row that said so.
     group_of: Vec<(usize, i64)>,
     rows: usize,
@@ -126,48 +160,32 @@ pub struct Numbered {
 
 impl Grouping {
     /// Numbers `num_rows` further rows. Without a key each row is a rollout.
-    pub fn number(&mut self, key: &[Ids], group: Option<&Ids>, num_rows: usize) -> Result<Numbered> {
-        self.parts.resize_with(key.len(), Interner::default);
-        self.pairs.resize_with(key.len().saturating_sub(1), FxHashMap::default);
-        let mut columns = key.iter().zip(&mut self.parts).map(|(ids, part)| part.intern(ids));
-        let rollouts = match columns.next() {
-            None => (self.rows..self.rows + num_rows).collect(),
-            Some(first) => {
-                let mut rollouts = first?;
-                for (column, pairs) in columns.zip(&mut self.pairs) {
-                    for (rollout, part) in rollouts.iter_mut().zip(column?) {
-                        let next = pairs.len();
-                        if *rollout == NO_ID || part == NO_ID {
-                            *rollout = NO_ID;
-                        } else {
-                            *rollout = *pairs.entry((*rollout, part)).or_insert(next);
-                        }
-                    }
-                }
-                rollouts
-            }
-        };
+    pub fn number(&mut self, key: &[Ids], group: &[Ids], num_rows: usize) -> Result<Numbered> {
+        let rows = self.rows..self.rows + num_rows;
         self.rows += num_rows;
-        let groups = group.map(|ids| self.groups.intern(ids)).transpose()?;
-        Ok(Numbered { rollouts, groups })
+        Ok(Numbered {
+            rollouts: self.rollouts.intern(key)?.unwrap_or_else(|| rows.collect()),
+            groups: self.groups.intern(group)?,
+        })
     }
 
     /// Where nobody asks which rollout lies in which group: only sees to it that the key keeps its types.
     pub fn same_types(&mut self, key: &[Ids]) -> Result<()> {
-        self.parts.resize_with(key.len(), Interner::default);
-        key.iter().zip(&mut self.parts).try_for_each(|(ids, part)| part.same_type(ids))
+        self.rollouts.same_types(key)
     }
 
-    /// Refuses a rollout that has samples in two groups. `row` is row `i` of the batch that holds the ids.
+    /// Refuses a rollout that has samples in two groups. `row` is row `i` of the batch that holds the ids; `at` says where
+    /// another row is.
     pub fn one_group(
         &mut self,
         numbered: &Numbered,
         i: usize,
         row: i64,
         key: &[Ids],
-        group: Option<&Ids>,
+        group: &[Ids],
+        at: impl Fn(i64) -> String,
     ) -> Result<()> {
-        let (Some(groups), Some(ids)) = (&numbered.groups, group) else {
+        let (Some(groups), Some(ids)) = (&numbered.groups, group.last()) else {
             return Ok(());
         };
         let (rollout, here) = (numbered.rollouts[i], groups[i]);
@@ -190,10 +208,11 @@ impl Grouping {
             &ids.name,
             row,
             format!(
-                "the rollout of {} is in group {} here and in another group at row {first}. If rollout ids are unique \
-                 only within their prompt, pass rollout_key=(\"group_index\", \"rollout_id\")",
+                "the rollout of {} is in group {} here and in another group at {}. If rollout ids are unique only \
+                 within their prompt, pass rollout_key=(\"group_index\", \"rollout_id\")",
                 names.join(", "),
-                show(&ids.values, i)
+                show(&ids.values, i),
+                at(first)
             ),
         ))
     }

@@ -75,7 +75,7 @@ impl Online {
             let padded = self.options.cut.padded(*length);
             let size = match self.shape.limit {
                 Limit::Tokens(capacity) if padded > capacity && !self.options.oversize_alone => {
-                    return Err(over_budget(*row, *length, padded, &self.options));
+                    return Err(over_budget(&format!("row {row}"), *length, padded, &self.options));
                 }
                 Limit::Tokens(_) => padded,
                 Limit::Samples(_) => 1,

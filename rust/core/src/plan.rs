@@ -109,12 +109,12 @@ pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
     if summary.is_empty() {
         return Err(Error::Input("the summary has no rows: there is nothing to plan".to_owned()));
     }
-    if options.mode == Mode::PromptMean && summary.group.is_none() {
+    if options.mode == Mode::PromptMean && summary.group.is_empty() {
         return plan_error!(
             "loss_aggregation 'prompt_mean' needs prompt groups, and this summary has none; summarize with groups=True"
         );
     }
-    if options.keep == Some(Keep::Groups) && summary.group.is_none() {
+    if options.keep == Some(Keep::Groups) && summary.group.is_empty() {
         return plan_error!(
             "keep_together 'group' needs prompt groups, and this summary has none; summarize with groups=True"
         );
@@ -125,9 +125,9 @@ pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
         Options { keep: Some(Keep::Groups), .. } => Some("keep_together='group'"),
         _ => None,
     };
-    let describe = |sample: usize| match &summary.group {
+    let describe = |sample: usize| match summary.group.last() {
         Some(ids) => format!("group {}", show(&ids.values, sample)),
-        None => format!("the group of row {}", summary.row[sample]),
+        None => format!("the group of {}", summary.place(summary.row[sample])),
     };
     let cut_into = steps(
         &numbered.rollouts,
@@ -181,13 +181,13 @@ fn capacity(max_tokens_per_gpu: i64, options: &Options) -> Result<i64> {
 }
 
 /// What a sample that is longer than a micro-batch is told.
-pub(crate) fn over_budget(row: i64, length: i64, padded: i64, options: &Options) -> Error {
+pub(crate) fn over_budget(row: &str, length: i64, padded: i64, options: &Options) -> Error {
     let (cp_size, cut) = (options.cut.cp_size, &options.cut);
     let per_gpu = match options.budget {
         Budget::TokensPerGpu(tokens) | Budget::Samples(tokens) => tokens,
     };
     Error::Plan(format!(
-        "row {row} has {length} tokens ({} padded), and the budget is {} (max_tokens_per_gpu {per_gpu} x cp_size \
+        "{row} has {length} tokens ({} padded), and the budget is {} (max_tokens_per_gpu {per_gpu} x cp_size \
          {cp_size}). Raise max_tokens_per_gpu, or pass oversize='alone' to give it a micro-batch of its own",
         cut.padded_total(padded),
         per_gpu.saturating_mul(cp_size)
@@ -206,10 +206,12 @@ pub(crate) fn positions_fit(padded: i64) -> Result<()> {
 
 fn number(summary: &Summary) -> Result<Numbered> {
     let mut grouping = Grouping::default();
-    let numbered = grouping.number(&summary.key, summary.group.as_ref(), summary.len())?;
+    let numbered = grouping.number(&summary.key, &summary.group, summary.len())?;
     if numbered.groups.is_some() {
         for (i, row) in summary.row.iter().enumerate() {
-            grouping.one_group(&numbered, i, *row, &summary.key, summary.group.as_ref())?;
+            let at = |row| summary.place(row);
+            let one = grouping.one_group(&numbered, i, *row, &summary.key, &summary.group, at);
+            one.map_err(|fault| summary.locate(fault))?;
         }
     }
     let mut ids = numbered.rollouts.iter().chain(numbered.groups.iter().flatten());
@@ -372,7 +374,7 @@ impl Plan {
             self.oversize_rows.push(row);
             return Ok(());
         }
-        Err(over_budget(row, length, padded, options))
+        Err(over_budget(&summary.place(row), length, padded, options))
     }
 
     /// Hands out the placed samples, one row each; the plan keeps its steps, their bounds and its ratios. The last columns,

@@ -23,7 +23,10 @@ pub struct Summary {
     pub mask_sum: Vec<i64>,
     /// The rollout key, a column each part; none: each row is a rollout.
     pub key: Vec<Ids>,
-    pub group: Option<Ids>,
+    /// What tells prompt groups apart, a column each part; none: groups were not read.
+    pub group: Vec<Ids>,
+    /// Where the rows lie that were read apart and joined: the names of the sources and how many rows each has.
+    pub sources: Vec<(String, i64)>,
 }
 
 /// Reads batches once. What is wrong goes to `faults`: rows with a fault are left out, and reading stops where
@@ -40,12 +43,13 @@ pub fn summarize(
         response_length: Vec::new(),
         mask_sum: Vec::new(),
         key: Vec::new(),
-        group: None,
+        group: Vec::new(),
+        sources: Vec::new(),
     };
     let mut grouping = Grouping::default();
     let mut read: Option<Vec<String>> = None;
     let mut key: Vec<(String, IdColumn)> = Vec::new();
-    let mut group: Option<(String, IdColumn)> = None;
+    let mut group: Vec<(String, IdColumn)> = Vec::new();
     let mut first_row = 0;
     for batch in batches {
         let batch = batch.map_err(|e| Error::reading(&e))?;
@@ -57,7 +61,7 @@ pub fn summarize(
             None => {
                 let column = |ids: &Ids| (ids.name.clone(), IdColumn::default());
                 key = samples.key.iter().map(column).collect();
-                group = samples.group.as_ref().map(column);
+                group = samples.group.iter().map(column).collect();
                 read = Some(samples.names());
             }
             Some(names) if *names != samples.names() => {
@@ -70,7 +74,7 @@ pub fn summarize(
             Some(_) => {}
         }
         let numbered = if samples.group.is_some() {
-            grouping.number(&samples.key, samples.group.as_ref(), samples.num_rows)?
+            grouping.number(&samples.key, samples.group.as_slice(), samples.num_rows)?
         } else {
             grouping.same_types(&samples.key)?;
             Numbered::default()
@@ -79,7 +83,8 @@ pub fn summarize(
         let mut keep = Vec::with_capacity(samples.num_rows);
         for i in 0..samples.num_rows {
             let row = first_row + i as i64;
-            let one_group = grouping.one_group(&numbered, i, row, &samples.key, samples.group.as_ref());
+            let group = samples.group.as_slice();
+            let one_group = grouping.one_group(&numbered, i, row, &samples.key, group, |r| format!("row {r}"));
             let checked = samples.check(i, faults);
             let kept = faults.keep(one_group).and(checked);
             if faults.is_full() {
@@ -108,8 +113,11 @@ pub fn summarize(
         ));
     }
     if !summary.is_empty() {
-        summary.key = key.into_iter().map(|(name, column)| column.finish(name)).collect::<Result<_>>()?;
-        summary.group = group.map(|(name, column)| column.finish(name)).transpose()?;
+        let finish = |ids: Vec<(String, IdColumn)>| -> Result<Vec<Ids>> {
+            ids.into_iter().map(|(name, column)| column.finish(name)).collect()
+        };
+        summary.key = finish(key)?;
+        summary.group = finish(group)?;
     }
     Ok(summary)
 }
@@ -172,7 +180,7 @@ impl Summary {
         for (name, ids) in names.iter().zip(&self.key) {
             columns.push((name.clone(), Arc::clone(&ids.values)));
         }
-        if let Some(ids) = self.group.as_ref().filter(|_| !names.iter().any(|n| n == "group_index")) {
+        if let Some(ids) = self.group.first().filter(|_| !names.iter().any(|n| n == "group_index")) {
             columns.push(("group_index".to_owned(), Arc::clone(&ids.values)));
         }
         let fields: Vec<_> = columns
@@ -183,8 +191,13 @@ impl Summary {
         RecordBatch::try_new(Arc::new(Schema::new(fields)), arrays).map_err(|e| Error::Input(e.to_string()))
     }
 
-    /// The inverse of [`Self::to_batch`]. `names` are the key columns in it.
-    pub fn from_batch(batch: &RecordBatch, names: &[String], groups: bool) -> Result<Self> {
+    /// The inverse of [`Self::to_batch`]. `names` are the key columns in it, `groups` those that tell groups apart.
+    pub fn from_batch(
+        batch: &RecordBatch,
+        names: &[String],
+        groups: &[String],
+        sources: Vec<(String, i64)>,
+    ) -> Result<Self> {
         let column = |name: &str| -> Result<&ArrayRef> {
             batch.column_by_name(name).ok_or_else(|| Error::schema(name, "is missing from the summary"))
         };
@@ -195,17 +208,42 @@ impl Summary {
                 None => Err(Error::schema(name, "has to be int64 without nulls in a summary")),
             }
         };
-        let ids = |name: &str| Ids::import(name, column(name)?, 0);
+        let ids = |names: &[String]| -> Result<Vec<Ids>> {
+            names.iter().map(|n| Ids::import(n, column(n)?, 0)).collect()
+        };
         let summary = Self {
             row: integers("row")?,
             total_length: integers("total_length")?,
             response_length: integers("response_length")?,
             mask_sum: integers("mask_sum")?,
-            key: names.iter().map(|n| ids(n)).collect::<Result<_>>()?,
-            group: if groups { Some(ids("group_index")?) } else { None },
+            key: ids(names)?,
+            group: ids(groups)?,
+            sources,
         };
         summary.check()?;
         Ok(summary)
+    }
+
+    /// Where a row is, as a message says it.
+    pub fn place(&self, row: i64) -> String {
+        let mut first = 0;
+        for (name, rows) in &self.sources {
+            if (first..first + rows).contains(&row) {
+                return format!("row {row} (row {} of source {name})", row - first);
+            }
+            first += rows;
+        }
+        format!("row {row}")
+    }
+
+    /// Says of a fault in which source it is.
+    pub fn locate(&self, fault: Error) -> Error {
+        match fault {
+            Error::Data { column, row, message } if !self.sources.is_empty() => {
+                Error::data(&column, row, format!("{message}. This is {}", self.place(row)))
+            }
+            other => other,
+        }
     }
 
     /// A summary may come from a file or another process: what planning relies on is checked.

@@ -455,7 +455,7 @@ fn faults_of_all_rows_are_found_up_to_the_limit() {
     for batches in cuts(&whole) {
         let (summary, found) = inspect(&batches, &with_groups());
         assert_eq!(summary.row, [1]);
-        assert_eq!(summary.group.unwrap().values.len(), 1);
+        assert_eq!(summary.group[0].values.len(), 1);
         assert_eq!(found.len(), 2);
         is_data_error(&found[0], "loss_mask", 0, &["is 2"]);
         is_data_error(&found[1], "loss_mask", 2, &["is 3"]);
@@ -794,7 +794,7 @@ fn ids_come_back_as_what_they_were() {
         let mut columns = without("rollout_id");
         columns.push(("group_index", ids));
         let summary = read(&[batch(columns)], &with_groups()).unwrap();
-        assert_eq!(&summary.group.as_ref().unwrap().values, &plain);
+        assert_eq!(&summary.group[0].values, &plain);
         assert_eq!(plan(&summary, &options(100)).unwrap().steps[0].num_prompts, Some(2));
     }
     for kind in INTEGERS {
@@ -887,7 +887,7 @@ fn a_key_of_several_parts() {
     let clash = Request { groups: false, ..two_part("mask_sum", "row") };
     let summary = read(&[batch(columns)], &clash).unwrap();
     let names = summary.key_names(&clash);
-    let back = Summary::from_batch(&summary.to_batch(&names).unwrap(), &names, false).unwrap();
+    let back = Summary::from_batch(&summary.to_batch(&names).unwrap(), &names, &[], Vec::new()).unwrap();
     is_in_order(&back);
     assert_eq!((num_rollouts(&summary), num_rollouts(&back)), (2, 2));
     let parts = ["left 1, right 2 is in group 9", "at row 0"];
@@ -917,7 +917,7 @@ fn a_summary_goes_to_arrow_and_back() {
         let summary = read(&data, &request).unwrap();
         let names = summary.key_names(&request);
         let arrow = summary.to_batch(&names).unwrap();
-        let back = Summary::from_batch(&arrow, &names, true).unwrap();
+        let back = Summary::from_batch(&arrow, &names, &["group_index".to_owned()], Vec::new()).unwrap();
         is_in_order(&back);
         assert_eq!(back.key.len(), summary.key.len());
         for (a, b) in back.key.iter().chain(&back.group).zip(summary.key.iter().chain(&summary.group)) {
@@ -926,10 +926,10 @@ fn a_summary_goes_to_arrow_and_back() {
         assert_eq!(back.to_batch(&names).unwrap(), arrow);
     }
     let summary = read(&data, &request()).unwrap().to_batch(&["rollout_id".to_owned()]).unwrap();
-    let no_group = Summary::from_batch(&summary, &["rollout_id".to_owned()], true);
+    let no_group = Summary::from_batch(&summary, &["rollout_id".to_owned()], &["group_index".to_owned()], Vec::new());
     says(no_group, &["'group_index'", "missing from the summary"]);
     let strange = batch(vec![("row", Arc::new(StringArray::from(vec!["a"])) as ArrayRef)]);
-    says(Summary::from_batch(&strange, &[], false), &["'row'", "int64"]);
+    says(Summary::from_batch(&strange, &[], &[], Vec::new()), &["'row'", "int64"]);
 }
 
 // For all input

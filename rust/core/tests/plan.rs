@@ -428,7 +428,7 @@ fn a_group_that_a_boundary_cuts_is_named() {
     // The other modes may cut it, and P counts the group in both steps.
     let sample = plan(&summary, &options).unwrap();
     assert_eq!(sample.steps.iter().map(|s| s.num_prompts).collect::<Vec<_>>(), [Some(2), Some(2)]);
-    let names = Summary { group: Some(common::ids("group_index", &[1, 1, 1, 1])), ..summary };
+    let names = Summary { group: vec![common::ids("group_index", &[1, 1, 1, 1])], ..summary };
     plan_error(plan(&names, &Options { mode: Mode::PromptMean, ..options }), &["group 1 between"]);
 }
 

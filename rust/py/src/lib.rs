@@ -239,11 +239,13 @@ fn make_plan(
     py: Python<'_>,
     summary: PyRecordBatch,
     key: Vec<String>,
-    groups: bool,
+    groups: Vec<String>,
+    sources: Vec<(String, i64)>,
     options: &PlanOptions,
 ) -> PyResult<Planning> {
     let (plan, batch) = released(py, move || {
-        let mut plan = plan::plan(&Summary::from_batch(&summary.into_inner(), &key, groups)?, &options.0)?;
+        let summary = Summary::from_batch(&summary.into_inner(), &key, &groups, sources)?;
+        let mut plan = plan::plan(&summary, &options.0)?;
         let batch = plan.take_batch(options.0.dp_size as usize)?;
         Ok((plan, batch))
     })?;

@@ -105,7 +105,8 @@ pub fn rows(samples: &[(i64, i64)]) -> Summary {
         response_length: column(|s| s.1),
         mask_sum: column(|s| s.1),
         key: Vec::new(),
-        group: None,
+        group: Vec::new(),
+        sources: Vec::new(),
     }
 }
 
@@ -122,7 +123,7 @@ pub fn ids(name: &str, values: &[i64]) -> Ids {
 pub fn grouped(summary: Summary, rollouts: &[i64], groups: &[i64]) -> Summary {
     Summary {
         key: vec![ids("rollout_id", rollouts)],
-        group: (!groups.is_empty()).then(|| ids("group_index", groups)),
+        group: (!groups.is_empty()).then(|| ids("group_index", groups)).into_iter().collect(),
         ..summary
     }
 }
