@@ -243,11 +243,10 @@ class _Shared(NamedTuple):
         return 2 * self.num_placed > 3 * self.num_ids
 
     def message(self, key: tuple[str, ...]) -> str:
-        flag = ",".join(("group_index", *key))
         return (
             f"{self.num_shared:,} of {self.num_ids:,} rollout ids lie in several groups, such as {self.example}: they seem "
             f"to be unique only within their prompt, and rollouts of different prompts would be taken for one. Pass "
-            f"rollout_key={('group_index', *key)} (--rollout-key {flag}), as was done for the numbers here"
+            f"rollout_key={('group_index', *key)}, as was done for the numbers here"
         )
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rollpack.cli._arguments import add_input, add_json, input_options
 from rollpack.cli._input import Input
-from rollpack.cli._output import progress, say, say_json, table
+from rollpack.cli._output import bad, good, progress, say, say_json, table
 from rollpack.inspection import SHOWN, Fault, Inspection, Spread, inspect, kinds
 
 _EPILOG = """\
@@ -37,12 +37,18 @@ def run(arguments: argparse.Namespace) -> int:
         files = Input(arguments.files, moved)
         with files.located():
             found = inspect(files.source, **input_options(arguments))
+    found = typed(found, arguments)
     if arguments.json:
         say_json(document(found, files.paths))
     else:
         for line in [*_overview(found, files.paths), *_faults(found.faults, files.paths)]:
             say(line)
     return 1 if found.faults else 0
+
+
+def typed(found: Inspection, arguments: argparse.Namespace) -> Inspection:
+    """With faults in words of the command line."""
+    return replace(found, faults=[fault._replace(message=arguments.spoken(fault.message)) for fault in found.faults])
 
 
 def document(found: Inspection, paths: list[Path]) -> dict[str, Any]:
@@ -110,8 +116,8 @@ def _spreads(found: Inspection) -> list[str]:
 def _faults(faults: list[Fault], paths: list[Path]) -> list[str]:
     """The faults, those of a kind together, the first of each kind in full."""
     if not faults:
-        return ["", "no faults"]
-    lines = ["", _count(len(faults), "fault")]
+        return ["", good("no faults")]
+    lines = ["", bad(_count(len(faults), "fault"))]
     for alike in kinds(faults):
         lines += [f"  {place(fault, paths)}{fault.message}" for fault in alike[:SHOWN]]
         if len(alike) > SHOWN:

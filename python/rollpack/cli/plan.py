@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollpack._sources import paths
 from rollpack.cli._arguments import UsageError, add_input, add_json, add_plan_options, plan_options
 from rollpack.cli._input import Input
 from rollpack.cli._output import progress, say, say_json, table
+from rollpack.cli._spool import expand
 from rollpack.planning import Plan, plan
 
 #: Steps that are shown to a person.
@@ -59,11 +59,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def check_output(output: Path, files: list[str]) -> None:
+def check_output(output: Path, files: list[Any]) -> None:
     """Asked before any work: whether a file can be written there, in the place of none that is read."""
     if output.is_dir() or not output.parent.is_dir():
         raise UsageError(f"{output} is a directory, or lies in none; name a file to write")
-    if output.exists() and any(output.samefile(p) for f in files for p in paths(f)):
+    if output == Path("-") or (output.exists() and not output.is_file()):
+        raise UsageError(f"{output} is no regular file; name one to write")
+    if output.exists() and any(map(output.samefile, expand(files))):
         raise UsageError(f"{output} is one of the files to read; name another to write")
 
 

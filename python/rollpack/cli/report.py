@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     with progress(arguments, "reading", "row") as moved:
         files = Input(arguments.files, moved)
         with files.located():
-            found = inspect(files.source, **input_options(arguments))
+            found = inspecting.typed(inspect(files.source, **input_options(arguments)), arguments)
         made, no_plan = _plan(files, arguments)
     shown = numbers(found, files.paths, made, no_plan, plan_options(arguments))
     _write(arguments.output, shown, made)
@@ -116,7 +116,7 @@ def _plan(files: Input, arguments: argparse.Namespace) -> tuple[Plan | None, str
         with files.located():
             return plan(files.source, **plan_options(arguments)), None
     except RollpackError as error:
-        return None, str(error)
+        return None, arguments.spoken(str(error))
 
 
 def _write(path: Path, shown: dict[str, Any], made: Plan | None) -> None:
