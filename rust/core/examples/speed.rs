@@ -7,6 +7,11 @@ use rollpack_core::Result;
 use rollpack_core::balance::{Limit, Shape, Sync, schedule};
 use rollpack_core::bins::best_fit_decreasing;
 use rollpack_core::cost::{Cost, CostModel};
+use rollpack_core::cut::{Cut, Layout};
+use rollpack_core::plan::{Budget, Options, plan};
+use rollpack_core::steps::{Remainder, StepSize};
+use rollpack_core::summary::Summary;
+use rollpack_core::weights::Mode;
 
 const BUDGET: i64 = 32_768;
 
@@ -32,12 +37,46 @@ fn milliseconds<T>(mut work: impl FnMut() -> T) -> (f64, T) {
     runs.swap_remove(4)
 }
 
+fn options() -> Result<Options> {
+    Ok(Options {
+        mode: Mode::SampleMean,
+        divisor: None,
+        count_empty: true,
+        budget: Budget::TokensPerGpu(BUDGET),
+        dp_size: 1,
+        cut: Cut::new(1, Layout::Zigzag, 1, 1)?,
+        step_size: StepSize::Whole,
+        remainder: Remainder::Error,
+        oversize_alone: false,
+        placeholders: false,
+        micro_batch_multiple: 1,
+        cost: CostModel::TOKENS,
+        sync: Sync::Step,
+        keep: None,
+    })
+}
+
 fn main() -> Result<()> {
     for n in [1024, 8192, 65_536, 524_288] {
         let lengths = lengths(n);
         let bound = (lengths.iter().sum::<i64>() + BUDGET - 1) / BUDGET;
         let (ms, bins) = milliseconds(|| best_fit_decreasing(&lengths, BUDGET));
         println!("{n:>7} samples by budget: {ms:8.3} ms, {} bins over {bound}", bins.len() as i64 - bound);
+    }
+    for n in [65_536, 524_288] {
+        let lengths = lengths(n);
+        let zeros = vec![0; n];
+        let summary = Summary {
+            row: (0..n as i64).collect(),
+            total_length: lengths.into(),
+            response_length: zeros.clone().into(),
+            mask_sum: zeros.into(),
+            key: Vec::new(),
+            group: Vec::new(),
+            sources: Vec::new(),
+        };
+        let (ms, planned) = milliseconds(|| plan(&summary, &options()?)?.take_batch());
+        println!("{:>7} samples as a plan:   {ms:8.3} ms", planned?.num_rows());
     }
     for (n, dp_size) in [(1024, 8), (1024, 32), (8192, 64)] {
         let lengths = lengths(n);
