@@ -62,8 +62,10 @@ def test_at_any_moment(command, many, tmp_path):
         time.sleep(took * moments.uniform(0.0, 1.1))
         number = (signal.SIGINT, signal.SIGTERM)[run % 2]
         process.send_signal(number)
-        process.communicate()
-        assert process.returncode in {0, 128 + number, -number}  # the last while Python itself starts or ends
+        err = process.communicate()[1]
+        # Before and after our own code it is Python that ends, in its ways.
+        by_python = process.returncode == -number or (process.returncode == 1 and err.endswith("KeyboardInterrupt\n"))
+        assert process.returncode in {0, 128 + number} or by_python
         assert_nothing_or_all(command, folder)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollpack._files import check_place
 from rollpack.cli._arguments import UsageError, add_input, add_json, add_plan_options, plan_options
 from rollpack.cli._input import Input
 from rollpack.cli._output import progress, say, say_json, table
@@ -45,10 +46,12 @@ def run(arguments: argparse.Namespace) -> int:
     output: Path | None = arguments.output
     if output is not None and (output.is_dir() or not output.parent.is_dir()):
         raise UsageError(f"{output} is a directory, or lies in none; name a file to save the plan in")
-    if output is not None and (output == Path("-") or (output.exists() and not output.is_file())):
-        raise UsageError(f"{output} is no regular file; name one to save the plan in")
-    if output is not None and output.exists() and any(map(output.samefile, expand(arguments.files))):
-        raise UsageError(f"{output} is one of the files to read; name another to save the plan in")
+    if output == Path("-"):
+        raise UsageError("a plan is not written to stdout; name a file to save it in")
+    if output is not None and output.exists():
+        check_place(output)
+        if any(map(output.samefile, expand(arguments.files))):
+            raise UsageError(f"{output} is one of the files to read; name another to save the plan in")
     made = make(arguments)
     if output is not None:
         made.save(output)
