@@ -10,6 +10,7 @@ from rollpack.online import pack_online
 from rollpack.packed import read_packed, write_packed
 from rollpack.packing import MicroBatch, pack
 from rollpack.planning import Plan, Step, plan
+from rollpack.simulation import simulate
 from rollpack.summary import Summary, summarize
 from rollpack.weights import sample_weights
 
@@ -30,6 +31,7 @@ __all__ = [
     "plan",
     "read_packed",
     "sample_weights",
+    "simulate",
     "summarize",
     "write_packed",
 ]

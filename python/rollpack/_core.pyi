@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-__all__ = ["Online", "Options", "Planning", "Rows", "inspect", "plan", "sample_weights", "summarize"]
+__all__ = ["Online", "Options", "Planning", "Rows", "inspect", "plan", "sample_weights", "summarize", "work"]
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
 _Cut: TypeAlias = tuple[int, str, int, int]
@@ -47,6 +47,7 @@ def sample_weights(
     num_tokens: int | None,
     divisor: float | None,
 ) -> npt.NDArray[np.float64]: ...
+def work(total_lengths: _Ints, offsets: _Ints, cut_arguments: _Cut) -> tuple[_Ints, _Ints]: ...
 
 @final
 class Options:

@@ -156,6 +156,18 @@ def resolve(loss_aggregation: str, divisor: float | None, empty: str) -> tuple[s
     return known.mode, divisor
 
 
+def mode_of(loss_aggregation: str) -> str | None:
+    """The mode of ours that another trainer's name stands for, None if none; any other name as it is."""
+    known = MODES.get(loss_aggregation)
+    return loss_aggregation if known is None else known.mode
+
+
+def takes_divisor(loss_aggregation: str) -> bool:
+    """Whether a mode, of ours or another trainer's, is given its divisor."""
+    known = MODES.get(loss_aggregation)
+    return loss_aggregation == "constant" if known is None else isinstance(known.divisor, str)
+
+
 def check_units(loss_aggregation: str, rows: npt.NDArray[np.int64], rollouts: npt.NDArray[np.int64]) -> None:
     """Under a name whose units are rows, refuse a rollout of several rows.
 

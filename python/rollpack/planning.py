@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,10 @@ from rollpack._errors import DataError, PlanError
 from rollpack._files import write_whole
 from rollpack.cost import CostModel, cost_model, integer
 from rollpack.names import check_units, resolve
-from rollpack.summary import SourceName, Summary, summarize
+from rollpack.summary import SourceName, summary_of
+
+if TYPE_CHECKING:
+    from rollpack.schedule import Schedule
 
 _METADATA, _ID = b"rollpack.plan", b"rollpack.plan_id"
 
@@ -125,6 +128,8 @@ class Plan:
     fill: float
     imbalance: float
     _placements: pa.RecordBatch
+    #: Where each micro-batch begins among the placed samples, and the end: step by step, rank by rank.
+    _offsets: npt.NDArray[np.int64]
 
     def rows(self, step: int, dp_rank: int, micro_batch: int) -> npt.NDArray[np.int64]:
         """The input rows of a micro-batch, int64, in the order in which they lie in it. A placeholder has none."""
@@ -155,8 +160,24 @@ class Plan:
         Columns: ``step``, ``dp_rank``, ``micro_batch``, ``position``, ``row``, ``total_length``, ``mask_sum``,
         ``rollout_mask_sum``, under ``prompt_mean`` ``prompt_mask_sum`` (all int64), and ``sample_weight`` (float64).
         """
-        names = self._placements.schema.names
-        return pa.Table.from_batches([self._placements]).select(names[: names.index("response_length")])
+        whole = self._whole_batch()
+        names = whole.schema.names
+        return pa.Table.from_batches([whole]).select(names[: names.index("response_length")])
+
+    def _whole_batch(self) -> pa.RecordBatch:
+        """The placed samples with their places, which the offsets tell: most plans never need them sample by sample."""
+        sizes = np.diff(self._offsets)
+        per_rank = np.array([step.num_micro_batches for step in self.steps])
+        of_bins = np.concatenate([np.arange(n * self.settings.dp_size) for n in per_rank])
+        step = np.repeat(np.arange(len(self.steps)), per_rank * self.settings.dp_size)
+        places = {"step": step, "dp_rank": of_bins // per_rank[step], "micro_batch": of_bins % per_rank[step]}
+        columns = {name: np.repeat(column, sizes) for name, column in places.items()}
+        columns["position"] = np.arange(self._placements.num_rows) - np.repeat(self._offsets[:-1], sizes)
+        fields = [pa.field(name, pa.int64(), nullable=False) for name in columns]
+        return pa.RecordBatch.from_arrays(
+            [*map(pa.array, columns.values()), *self._placements.columns],
+            schema=pa.schema([*fields, *self._placements.schema]),
+        )
 
     @cached_property
     def inverse(self) -> npt.NDArray[np.int64]:
@@ -168,12 +189,24 @@ class Plan:
         """
         return np.argsort(self._placements.column("row").to_numpy(), kind="stable").astype(np.int64, copy=False)
 
+    def show(self, step: int = 0) -> Schedule:
+        """A step as a picture: a row a dp rank, time along, a micro-batch as a block, with gaps where ranks wait.
+
+        A notebook draws it (with the extra ``report``), and it prints as text.
+
+        Raises:
+            PlanError: there is no such step.
+        """
+        from rollpack.schedule import Schedule
+
+        return Schedule.of(self, step)
+
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
         return self.to_arrow().__arrow_c_stream__(requested_schema)
 
     def to_bytes(self) -> bytes:
         """The plan as one Arrow IPC file."""
-        batch = self._placements.replace_schema_metadata({_METADATA: self._describe(), _ID: self.id})
+        batch = self._whole_batch().replace_schema_metadata({_METADATA: self._describe(), _ID: self.id})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
@@ -220,8 +253,8 @@ class Plan:
         """A hash of the schedule and its settings: the same plan has the same id on every machine."""
         schema = [(field.name, str(field.type), field.nullable) for field in self._placements.schema]
         digest = hashlib.blake2b(self._describe() + repr(schema).encode(), digest_size=16)
-        for column in self._placements.columns:
-            digest.update(np.ascontiguousarray(column.to_numpy()).data)
+        for column in (self._offsets, *(column.to_numpy() for column in self._placements.columns)):
+            digest.update(np.ascontiguousarray(column).data)
         return digest.hexdigest()
 
     def _describe(self) -> bytes:
@@ -244,10 +277,15 @@ class Plan:
     @classmethod
     def _from_description(cls, described: bytes, placements: pa.RecordBatch) -> Plan:
         values = json.loads(described)
-        settings = values["settings"] | {"cost": tuple(values["settings"]["cost"])}
+        settings = Settings(**values["settings"] | {"cost": tuple(values["settings"]["cost"])})
+        steps = tuple(Step(*step) for step in values["steps"])
+        per_rank = np.array([step.num_micro_batches for step in steps], dtype=np.int64)
+        first = np.concatenate([[0], np.cumsum(per_rank * settings.dp_size)])
+        step, rank, micro_batch = (placements.column(name).to_numpy() for name in ("step", "dp_rank", "micro_batch"))
+        counts = np.bincount(first[step] + rank * per_rank[step] + micro_batch, minlength=first[-1])
         return cls(
-            steps=tuple(Step(*step) for step in values["steps"]),
-            settings=Settings(**settings),
+            steps=steps,
+            settings=settings,
             columns=values["columns"],
             rollout_key=tuple(values["rollout_key"]),
             sources=tuple((name, rows) for name, rows in values["sources"]),
@@ -256,7 +294,8 @@ class Plan:
             oversize_rows=np.array(values["oversize_rows"], dtype=np.int64),
             fill=values["fill"],
             imbalance=values["imbalance"],
-            _placements=placements.replace_schema_metadata(None),
+            _placements=placements.select(placements.schema.names[4:]).replace_schema_metadata(None),
+            _offsets=np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]),
         )
 
     def _num_units(self, column: str) -> int:
@@ -273,15 +312,6 @@ class Plan:
         """The number of the first micro-batch of each step, and the end."""
         per_step = [step.num_micro_batches * self.settings.dp_size for step in self.steps]
         return np.concatenate([[0], np.cumsum(per_step, dtype=np.int64)])
-
-    @cached_property
-    def _offsets(self) -> npt.NDArray[np.int64]:
-        """Where each micro-batch begins among the placed samples, and the end."""
-        per_rank = np.array([step.num_micro_batches for step in self.steps], dtype=np.int64)
-        step, rank, micro_batch = (self._placements.column(c).to_numpy() for c in ("step", "dp_rank", "micro_batch"))
-        bins = self._first_bins[step] + rank * per_rank[step] + micro_batch
-        counts = np.bincount(bins, minlength=int(self._first_bins[-1]))
-        return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
 
     def _checked(self, step: int | None, dp_rank: int, cp_rank: int) -> int:
         """The step, the only one if None; and there is such a rank.
@@ -439,13 +469,8 @@ def plan(
         keep_together=keep_together,
     )
     options = _core.Options(settings, settings.cut)
-    if isinstance(data_or_summary, Summary):
-        summary = data_or_summary
-        if columns is not None or rollout_key != "rollout_id":
-            raise PlanError("columns= and rollout_key= belong to summarize; this summary was made with its own")
-    else:
-        groups = loss_aggregation == "prompt_mean" or prompts_per_step is not None or keep_together == "group"
-        summary = summarize(data_or_summary, groups=groups, columns=columns, rollout_key=rollout_key)
+    groups = needs_groups(loss_aggregation, prompts_per_step, keep_together)
+    summary = summary_of(data_or_summary, groups=groups, columns=columns, rollout_key=rollout_key)
     if loss_aggregation == "token_mean_legacy":
         _warn_of_legacy()
     sources = [(repr(name), rows) for name, rows in summary.sources]
@@ -463,7 +488,13 @@ def plan(
         fill=planned.fill,
         imbalance=planned.imbalance,
         _placements=planned.placements,
+        _offsets=planned.offsets,
     )
+
+
+def needs_groups(loss_aggregation: str | None, prompts_per_step: int | None, keep_together: str | None) -> bool:
+    """Whether a plan with these arguments reads prompt groups."""
+    return loss_aggregation == "prompt_mean" or prompts_per_step is not None or keep_together == "group"
 
 
 @cache

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollpack import _core
-from rollpack._errors import DataError, RollpackError, SchemaError
+from rollpack._errors import DataError, PlanError, RollpackError, SchemaError
 from rollpack._files import write_whole
 from rollpack._sources import Request, Source, reading
 
@@ -289,6 +289,22 @@ def summarize(
             )
         key = ["source", *key]
     return Summary(batch, tuple(key), group_key, request, () if name is None else ((name, batch.num_rows),))
+
+
+def summary_of(
+    data_or_summary: Any, *, groups: bool, columns: Mapping[str, str | None] | None, rollout_key: str | Sequence[str]
+) -> Summary:
+    """The summary itself, or that of the data.
+
+    Raises:
+        PlanError: names of columns are given for a summary, which has its own.
+        SchemaError, DataError: as for :func:`summarize`.
+    """
+    if not isinstance(data_or_summary, Summary):
+        return summarize(data_or_summary, groups=groups, columns=columns, rollout_key=rollout_key)
+    if columns is not None or rollout_key != "rollout_id":
+        raise PlanError("columns= and rollout_key= belong to summarize; this summary was made with its own")
+    return data_or_summary
 
 
 def _source_name(source: Any) -> SourceName | None:

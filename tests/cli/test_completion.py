@@ -45,7 +45,7 @@ def completed(tmp_path):
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("", ["inspect", "plan", "pack", "verify", "demo", "help"]),
+        ("", ["inspect", "plan", "simulate", "pack", "verify", "report", "demo", "help"]),
         ("p", ["plan", "pack"]),
         ("help ver", ["verify"]),
         ("plan --max", ["--max-tokens-per-gpu"]),

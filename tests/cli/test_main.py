@@ -63,7 +63,7 @@ def test_help_and_version(run):
 
 
 def test_usage_errors_are_one_line(fails):
-    commands = "inspect, plan, pack, verify, demo, help"
+    commands = "inspect, plan, simulate, pack, verify, report, demo, help"
     assert fails("frob") == f"argument COMMAND: invalid choice: 'frob'; choose from {commands} (see rollpack --help)"
     assert fails("inspct") == "argument COMMAND: invalid choice: 'inspct'; did you mean inspect? (see rollpack --help)"
     assert "did you mean verify?" in fails("help", "verfy")

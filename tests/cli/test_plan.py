@@ -133,7 +133,7 @@ def test_composite_key(run, tmp_path):
         (["--micro-batch-size", "1", "--frob"], "unrecognized arguments: --frob"),
         (["--micro", "1"], "unrecognized arguments: --micro 1; did you mean --micro-batch-size? (see rollpack plan --help)"),
         (["--micro-batch-size", "1", "-o", "/no/such/folder/plan"], "/no/such/folder/plan is a directory, or lies in none"),
-        (["--micro-batch-size", "1", "-o", "-"], "a plan is not written to stdout; name a file to save it in"),
+        (["--micro-batch-size", "1", "-o", "-"], "- would be stdout, which is not written to; name a file to write"),
     ],
 )
 def test_bad_flags(fails, file, flags, says):
@@ -185,5 +185,5 @@ def test_a_plan_does_not_take_the_place_of_a_device_or_a_pipe(fails, file, tmp_p
 def test_the_plan_does_not_take_the_place_of_the_rollouts(fails, file):
     before = file.read_bytes()
     message = fails("plan", file, "--micro-batch-size", 1, "-o", file)
-    assert message == f"{file} is one of the files to read; name another to save the plan in"
+    assert message == f"{file} is one of the files to read; name another to write"
     assert file.read_bytes() == before

@@ -169,6 +169,21 @@ def test_the_table_of_a_plan_by_hand():
     assert pl.DataFrame(plan).equals(pl.from_arrow(table))
 
 
+def test_places_of_steps_with_different_numbers_of_micro_batches_by_hand():
+    arguments = {"global_batch_size": 3, "remainder": "keep", "micro_batch_size": 2, "dp_size": 2, "placeholders": True}
+    plan = rollpack.plan(of_lengths([5, 5, 5, 5], rollout_id=[0, 0, 1, 2]), **arguments)
+    places = plan.to_arrow().select(["step", "dp_rank", "micro_batch", "position"]).to_pylist()
+    assert [tuple(place.values()) for place in places] == [(0, 0, 0, 0), (0, 0, 0, 1), (0, 1, 0, 0), (0, 1, 0, 1)]
+    arguments |= {"global_batch_size": 2, "micro_batch_size": 1}  # three samples, then one
+    plan = rollpack.plan(of_lengths([5, 5, 5, 5], rollout_id=[0, 0, 1, 2]), **arguments)
+    places = plan.to_arrow().select(["step", "dp_rank", "micro_batch", "position"]).to_pylist()
+    assert [step.num_micro_batches for step in plan.steps] == [2, 1]
+    assert [tuple(place.values()) for place in places] == [(0, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 0), (1, 0, 0, 0)]
+    again = rollpack.Plan.from_bytes(plan.to_bytes())
+    assert again.to_arrow().equals(plan.to_arrow())
+    assert again.rows(0, 1, 1).tolist() == []  # a placeholder
+
+
 def test_outputs_go_back_to_input_order():
     plan = rollpack.plan(of_lengths([3, 9, 5, 7, 2]), max_tokens_per_gpu=9, dp_size=2, global_batch_size=4, remainder="drop")
     placed = plan.to_arrow()["row"].to_numpy()

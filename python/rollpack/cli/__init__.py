@@ -20,7 +20,7 @@ import pyarrow as pa
 
 import rollpack
 from rollpack._errors import RollpackError
-from rollpack.cli import demo, inspect, pack, plan, verify
+from rollpack.cli import demo, inspect, pack, plan, report, simulate, verify
 from rollpack.cli._arguments import add_common
 from rollpack.cli._completion import complete
 from rollpack.cli._language import flags_of, spoken
@@ -28,13 +28,14 @@ from rollpack.cli._output import bad, one_line
 from rollpack.cli._parser import Parser
 from rollpack.cli._signals import Stopped, stopping
 
-_COMMANDS = (inspect, plan, pack, verify, demo)
+_COMMANDS = (inspect, plan, simulate, pack, verify, report, demo)
 
 _EPILOG = """\
 examples:
   rollpack inspect rollouts.parquet
   rollpack plan rollouts.parquet --max-tokens-per-gpu 16384 --dp-size 8 --cp-size 2
   rollpack verify rollouts.parquet
+  rollpack report rollouts.parquet -o report.html
   rollpack pack 'shards/*.parquet' --max-tokens-per-gpu 16384 --dp-size 8 -o packed
   zcat rollouts.jsonl.gz | rollpack inspect -
 

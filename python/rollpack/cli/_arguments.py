@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from rollpack._errors import RollpackError
@@ -62,10 +62,12 @@ def input_options(arguments: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
+def add_plan_options(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
     """The arguments of :func:`rollpack.plan` as flags. What is not given stays out: its default is plan's."""
     group = parser.add_argument_group("plan (as the arguments of rollpack.plan)")
     for name, (kind, metavar, text) in PLAN_FLAGS.items():
+        if name in without:
+            continue
         default = inspect.signature(plan).parameters[name].default
         shown = "" if default is None or default is False else f" (default: {default})"
         options: dict[str, Any] = {"action": "store_true"} if kind is bool else {"type": kind, "metavar": metavar}
@@ -86,6 +88,17 @@ def flag(name: str) -> str:
 def names(text: str) -> list[str]:
     """``a,b`` → ["a", "b"]; nothing → []."""
     return text.split(",") if text else []
+
+
+def sizes(text: str) -> list[int]:
+    """``1,2`` → [1, 2]: integers of at least 1."""
+    try:
+        parts = [int(part) for part in text.split(",")]
+    except ValueError:
+        parts = []
+    if not parts or min(parts) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of integers of at least 1, such as 1,2,4")
+    return parts
 
 
 def _columns(text: str) -> list[tuple[str, str | None]]:

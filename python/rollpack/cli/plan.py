@@ -44,14 +44,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, show, save."""
     output: Path | None = arguments.output
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise UsageError(f"{output} is a directory, or lies in none; name a file to save the plan in")
-    if output == Path("-"):
-        raise UsageError("a plan is not written to stdout; name a file to save it in")
-    if output is not None and output.exists():
-        check_place(output)
-        if any(map(output.samefile, expand(arguments.files))):
-            raise UsageError(f"{output} is one of the files to read; name another to save the plan in")
+    if output is not None:
+        check_output(output, arguments.files)
     made = make(arguments)
     if output is not None:
         made.save(output)
@@ -64,6 +58,17 @@ def run(arguments: argparse.Namespace) -> int:
     if output is not None:
         say(f"saved as {output}")
     return 0
+
+
+def check_output(output: Path, files: list[Any]) -> None:
+    """Asked before any work: whether a file can be written there, in the place of none that is read."""
+    if output.is_dir() or not output.parent.is_dir():
+        raise UsageError(f"{output} is a directory, or lies in none; name a file to write")
+    if output == Path("-"):
+        raise UsageError("- would be stdout, which is not written to; name a file to write")
+    check_place(output)
+    if output.exists() and any(map(output.samefile, expand(files))):
+        raise UsageError(f"{output} is one of the files to read; name another to write")
 
 
 def make(arguments: argparse.Namespace) -> Plan:

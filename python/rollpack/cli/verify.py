@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rollpack._errors import RollpackError, SchemaError
-from rollpack.cli._arguments import add_input, add_json, input_options, names
+from rollpack.cli._arguments import add_input, add_json, input_options, names, sizes
 from rollpack.cli._input import Input
 from rollpack.cli._output import bad, good, progress, say, say_json, table
 from rollpack.names import OURS
@@ -40,11 +40,11 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def add_cuts(parser: argparse.ArgumentParser) -> None:
     """The flags that choose cuts."""
     group = parser.add_argument_group("cuts")
-    group.add_argument("--dp-sizes", type=_sizes, default=[1, 2, 4, 8], metavar="D,...", help="default: 1,2,4,8")
-    group.add_argument("--cp-sizes", type=_sizes, default=[1, 2, 4], metavar="C,...", help="default: 1,2,4")
+    group.add_argument("--dp-sizes", type=sizes, default=[1, 2, 4, 8], metavar="D,...", help="default: 1,2,4,8")
+    group.add_argument("--cp-sizes", type=sizes, default=[1, 2, 4], metavar="C,...", help="default: 1,2,4")
     group.add_argument("--layouts", type=names, default=["zigzag", "contiguous"], metavar="NAME,...", help="default: both")
     group.add_argument(
-        "--budgets", type=_sizes, default=None, metavar="N,...", help="max_tokens_per_gpu; default: three that suit the data"
+        "--budgets", type=sizes, default=None, metavar="N,...", help="max_tokens_per_gpu; default: three that suit the data"
     )
     group.add_argument("--empty", default="count", metavar="count|skip", help="default: count")
 
@@ -107,16 +107,6 @@ def _summary(files: Input, options: dict[str, Any]) -> tuple[Summary, tuple[str,
         if error.column != group and group is not None:
             raise
     return summarize(files.source, **options), tuple(mode for mode in OURS if mode != "prompt_mean")
-
-
-def _sizes(text: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of integers of at least 1, such as 1,2,4")
-    return sizes
 
 
 def _lines(

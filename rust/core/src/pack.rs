@@ -103,10 +103,30 @@ pub struct Size {
     starts: Vec<i64>,
 }
 
+/// The sequences of a micro-batch. A placeholder is one masked token.
+const fn sequences(total_lengths: &[i64]) -> &[i64] {
+    if total_lengths.is_empty() { &[1] } else { total_lengths }
+}
+
+/// What each micro-batch computes, over all its cp ranks: its positions, and the sum of squares of its sequences.
+///
+/// Both with padding: that at the end of a micro-batch belongs to its last sequence. `offsets`: where each micro-batch
+/// begins among the samples, and the end.
+pub fn work(total_lengths: &[i64], offsets: &[i64], cut: &Cut) -> Result<Vec<(i64, i64)>> {
+    let of = |bounds: &[i64]| {
+        let samples = total_lengths.get(bounds[0] as usize..bounds[1] as usize)?;
+        let starts = cut.starts(sequences(samples));
+        let squares = starts.windows(2).map(|w| (w[1] - w[0]).saturating_mul(w[1] - w[0]));
+        Some((starts.last().copied().unwrap_or(0), squares.fold(0, i64::saturating_add)))
+    };
+    let outside =
+        || Error::Input("offsets of micro-batches have to rise, and to end at the samples".to_owned());
+    offsets.windows(2).map(|bounds| of(bounds).ok_or_else(outside)).collect()
+}
+
 impl Planned<'_> {
     pub fn size(&self, cut: &Cut) -> Size {
-        // A placeholder is one masked token.
-        let lengths = if self.rows.is_empty() { &[1] } else { self.total_lengths };
+        let lengths = sequences(self.total_lengths);
         let starts = cut.starts(lengths);
         let end = starts.last().copied().unwrap_or(0);
         Size {

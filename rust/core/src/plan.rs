@@ -379,29 +379,10 @@ impl Plan {
 
     /// Hands out the placed samples, one row each; the plan keeps its steps, their bounds and its ratios. The last columns,
     /// from `response_length` on, are for packing.
-    pub fn take_batch(&mut self, dp_size: usize) -> Result<RecordBatch> {
-        let mut place: [Vec<i64>; 4] = Default::default();
-        let mut bounds = self.offsets.windows(2);
-        for (step, counts) in self.steps.iter().enumerate() {
-            for (rank, micro_batch) in
-                (0..dp_size as i64).flat_map(|r| (0..counts.num_micro_batches).map(move |m| (r, m)))
-            {
-                let Some(&[from, to]) = bounds.next() else { continue };
-                let size = (to - from) as usize;
-                for (column, value) in place.iter_mut().zip([step as i64, rank, micro_batch]) {
-                    column.resize(column.len() + size, value);
-                }
-                place[3].extend(0..to - from);
-            }
-        }
+    pub fn take_batch(&mut self) -> Result<RecordBatch> {
         let integers =
             |values: &mut Vec<i64>| -> ArrayRef { Arc::new(Int64Array::from(std::mem::take(values))) };
-        let [step, rank, micro_batch, position] = &mut place;
         let mut columns = vec![
-            ("step", integers(step)),
-            ("dp_rank", integers(rank)),
-            ("micro_batch", integers(micro_batch)),
-            ("position", integers(position)),
             ("row", integers(&mut self.row)),
             ("total_length", integers(&mut self.total_length)),
             ("mask_sum", integers(&mut self.mask_sum)),

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use arrow_array::cast::AsArray;
 use arrow_array::types::Int64Type;
 use arrow_array::{Array, ArrayRef, Int64Array, RecordBatch};
+use arrow_buffer::ScalarBuffer;
 use arrow_schema::{ArrowError, Field, Schema};
 
 use crate::arrays::Ids;
@@ -17,10 +18,10 @@ use crate::{Error, Result};
 /// The lengths, mask sums and ids of all samples, in input order.
 #[derive(Debug, Clone)]
 pub struct Summary {
-    pub row: Vec<i64>,
-    pub total_length: Vec<i64>,
-    pub response_length: Vec<i64>,
-    pub mask_sum: Vec<i64>,
+    pub row: ScalarBuffer<i64>,
+    pub total_length: ScalarBuffer<i64>,
+    pub response_length: ScalarBuffer<i64>,
+    pub mask_sum: ScalarBuffer<i64>,
     /// The rollout key, a column each part; none: each row is a rollout.
     pub key: Vec<Ids>,
     /// What tells prompt groups apart, a column each part; none: groups were not read.
@@ -37,15 +38,7 @@ pub fn summarize(
     faults: &mut Faults,
 ) -> Result<Summary> {
     request.validate()?;
-    let mut summary = Summary {
-        row: Vec::new(),
-        total_length: Vec::new(),
-        response_length: Vec::new(),
-        mask_sum: Vec::new(),
-        key: Vec::new(),
-        group: Vec::new(),
-        sources: Vec::new(),
-    };
+    let mut lengths = Lengths::default();
     let mut grouping = Grouping::default();
     let mut read: Option<Vec<String>> = None;
     let mut key: Vec<(String, IdColumn)> = Vec::new();
@@ -79,12 +72,13 @@ pub fn summarize(
             grouping.same_types(&samples.key)?;
             Numbered::default()
         };
-        summary.reserve(samples.num_rows);
+        lengths.reserve(samples.num_rows);
         let mut keep = Vec::with_capacity(samples.num_rows);
         for i in 0..samples.num_rows {
             let row = first_row + i as i64;
             let group = samples.group.as_slice();
-            let one_group = grouping.one_group(&numbered, i, row, &samples.key, group, |r| format!("row {r}"));
+            let one_group =
+                grouping.one_group(&numbered, i, row, &samples.key, group, |r| format!("row {r}"));
             let checked = samples.check(i, faults);
             let kept = faults.keep(one_group).and(checked);
             if faults.is_full() {
@@ -92,7 +86,7 @@ pub fn summarize(
             }
             keep.push(kept.is_some());
             if let Some(kept) = kept {
-                summary.push(row, &kept);
+                lengths.push(row, &kept);
             }
         }
         // Also where reading stops here: every row of the summary has its ids.
@@ -112,14 +106,44 @@ pub fn summarize(
                 .to_owned(),
         ));
     }
-    if !summary.is_empty() {
-        let finish = |ids: Vec<(String, IdColumn)>| -> Result<Vec<Ids>> {
-            ids.into_iter().map(|(name, column)| column.finish(name)).collect()
-        };
-        summary.key = finish(key)?;
-        summary.group = finish(group)?;
+    let finish = |ids: Vec<(String, IdColumn)>| -> Result<Vec<Ids>> {
+        ids.into_iter().map(|(name, column)| column.finish(name)).collect()
+    };
+    let (key, group) =
+        if lengths.row.is_empty() { Default::default() } else { (finish(key)?, finish(group)?) };
+    Ok(Summary {
+        row: lengths.row.into(),
+        total_length: lengths.total.into(),
+        response_length: lengths.response.into(),
+        mask_sum: lengths.mask_sum.into(),
+        key,
+        group,
+        sources: Vec::new(),
+    })
+}
+
+/// What is counted of each row.
+#[derive(Debug, Default)]
+struct Lengths {
+    row: Vec<i64>,
+    total: Vec<i64>,
+    response: Vec<i64>,
+    mask_sum: Vec<i64>,
+}
+
+impl Lengths {
+    fn reserve(&mut self, rows: usize) {
+        for column in [&mut self.row, &mut self.total, &mut self.response, &mut self.mask_sum] {
+            column.reserve(rows);
+        }
     }
-    Ok(summary)
+
+    fn push(&mut self, row: i64, sample: &Row) {
+        self.row.push(row);
+        self.total.push(sample.total() as i64);
+        self.response.push(sample.response as i64);
+        self.mask_sum.push(sample.mask_sum);
+    }
 }
 
 /// A part of a longer key, kept apart from the summary's own columns.
@@ -131,19 +155,6 @@ fn key_name(part: &str) -> String {
 }
 
 impl Summary {
-    fn reserve(&mut self, rows: usize) {
-        for column in [&mut self.row, &mut self.total_length, &mut self.response_length, &mut self.mask_sum] {
-            column.reserve(rows);
-        }
-    }
-
-    fn push(&mut self, row: i64, sample: &Row) {
-        self.row.push(row);
-        self.total_length.push(sample.total() as i64);
-        self.response_length.push(sample.response as i64);
-        self.mask_sum.push(sample.mask_sum);
-    }
-
     pub fn len(&self) -> usize {
         self.row.len()
     }
@@ -165,8 +176,8 @@ impl Summary {
     /// As Arrow: `row, total_length, response_length, mask_sum`, the parts of the rollout key and `group_index`.
     /// Where each row is a rollout, its `rollout_id` is its row.
     pub fn to_batch(&self, names: &[String]) -> Result<RecordBatch> {
-        let integers = |name: &str, values: &[i64]| -> (String, ArrayRef) {
-            (name.to_owned(), Arc::new(Int64Array::from(values.to_vec())))
+        let integers = |name: &str, values: &ScalarBuffer<i64>| -> (String, ArrayRef) {
+            (name.to_owned(), Arc::new(Int64Array::new(values.clone(), None)))
         };
         let mut columns = vec![
             integers("row", &self.row),
@@ -201,10 +212,10 @@ impl Summary {
         let column = |name: &str| -> Result<&ArrayRef> {
             batch.column_by_name(name).ok_or_else(|| Error::schema(name, "is missing from the summary"))
         };
-        let integers = |name: &str| -> Result<Vec<i64>> {
+        let integers = |name: &str| -> Result<ScalarBuffer<i64>> {
             let array = column(name)?;
             match array.as_primitive_opt::<Int64Type>().filter(|a| a.null_count() == 0) {
-                Some(values) => Ok(values.values().to_vec()),
+                Some(values) => Ok(values.values().clone()),
                 None => Err(Error::schema(name, "has to be int64 without nulls in a summary")),
             }
         };

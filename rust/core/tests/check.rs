@@ -147,7 +147,7 @@ fn an_empty_response_is_legal() {
     columns.retain(|(n, _)| *n != "response_length");
     columns.push(("response_length", int64(&[0, 0, 3])));
     let summary = read(&[batch(columns)], &request()).unwrap();
-    assert_eq!((summary.response_length, summary.mask_sum), (vec![0, 0, 3], vec![0, 0, 2]));
+    assert_eq!((&*summary.response_length, &*summary.mask_sum), (&[0, 0, 3][..], &[0, 0, 2][..]));
 }
 
 #[test]
@@ -926,7 +926,8 @@ fn a_summary_goes_to_arrow_and_back() {
         assert_eq!(back.to_batch(&names).unwrap(), arrow);
     }
     let summary = read(&data, &request()).unwrap().to_batch(&["rollout_id".to_owned()]).unwrap();
-    let no_group = Summary::from_batch(&summary, &["rollout_id".to_owned()], &["group_index".to_owned()], Vec::new());
+    let no_group =
+        Summary::from_batch(&summary, &["rollout_id".to_owned()], &["group_index".to_owned()], Vec::new());
     says(no_group, &["'group_index'", "missing from the summary"]);
     let strange = batch(vec![("row", Arc::new(StringArray::from(vec!["a"])) as ArrayRef)]);
     says(Summary::from_batch(&strange, &[], &[], Vec::new()), &["'row'", "int64"]);

@@ -14,7 +14,7 @@ use common::{batch, cases, cut, int64, lcm, lists, nullable_lists, read, request
 use proptest::prelude::*;
 use rollpack_core::columns::Request;
 use rollpack_core::cut::{Cut, Layout};
-use rollpack_core::pack::{Buffers, Planned, Rows, pack};
+use rollpack_core::pack::{Buffers, Planned, Rows, pack, work};
 use rollpack_core::{Error, Result};
 
 /// What a rank's micro-batch holds.
@@ -660,5 +660,19 @@ proptest! {
             trained += packed.loss_mask.iter().filter(|m| **m).count() as i64;
         }
         prop_assert_eq!(trained, lengths.sums.iter().sum::<i64>(), "each trained token has one owner");
+    }
+}
+
+#[test]
+fn work_is_that_of_padded_sequences() {
+    // Each padded to a multiple of 2C = 4; the second micro-batch is a placeholder of one token.
+    let (lengths, offsets) = ([3, 5, 2], [0, 2, 2, 3]);
+    let zigzag = Cut::new(2, Layout::Zigzag, 1, 1).unwrap();
+    assert_eq!(work(&lengths, &offsets, &zigzag).unwrap(), [(12, 16 + 64), (4, 16), (4, 16)]);
+    // What a micro-batch is padded by lies behind its last sequence: 4 + 12, 16, 16.
+    let whole = Cut::new(2, Layout::Zigzag, 1, 16).unwrap();
+    assert_eq!(work(&lengths, &offsets, &whole).unwrap(), [(16, 16 + 144), (16, 256), (16, 256)]);
+    for outside in [[0, 2, 4], [0, 2, 1], [-1, 1, 3]] {
+        says(work(&lengths, &outside, &whole), &["offsets of micro-batches have to rise"]);
     }
 }

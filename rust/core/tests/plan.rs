@@ -162,7 +162,7 @@ fn placeholders_count_in_k_and_in_nothing_else() {
     found.sort();
     assert_eq!(found, [vec![], vec![0]]);
     assert_eq!(plan.sample_weight, [0.25]);
-    assert_eq!(plan.take_batch(2).unwrap().num_rows(), 1);
+    assert_eq!(plan.take_batch().unwrap().num_rows(), 1);
 }
 
 #[test]
@@ -493,7 +493,7 @@ fn a_summary_whose_rollouts_lie_in_two_groups_is_refused() {
 
 #[test]
 fn rows_keep_the_numbers_of_the_summary() {
-    let summary = Summary { row: vec![10, 20, 30], ..lengths(&[3, 15, 3]) };
+    let summary = Summary { row: vec![10, 20, 30].into(), ..lengths(&[3, 15, 3]) };
     let plan = plan(&summary, &Options { oversize_alone: true, ..options(6) }).unwrap();
     let mut found = plan.row.clone();
     found.sort_unstable();
@@ -505,13 +505,10 @@ fn a_plan_as_arrow() {
     let summary = grouped(rows(&[(7, 1), (5, 2), (3, 1), (5, 3)]), &[0, 1, 2, 3], &[0, 0, 1, 1]);
     let by_prompt =
         Options { mode: Mode::PromptMean, step_size: StepSize::Prompts(1), dp_size: 2, ..options(10) };
-    let batch = plan(&summary, &by_prompt).unwrap().take_batch(2).unwrap();
+    let mut planned = plan(&summary, &by_prompt).unwrap();
+    let batch = planned.take_batch().unwrap();
     let names: Vec<_> = batch.schema().fields().iter().map(|f| f.name().clone()).collect();
     let expected = [
-        "step",
-        "dp_rank",
-        "micro_batch",
-        "position",
         "row",
         "total_length",
         "mask_sum",
@@ -525,10 +522,7 @@ fn a_plan_as_arrow() {
     assert_eq!(names, expected);
     let column =
         |name: &str| batch.column_by_name(name).unwrap().as_primitive::<Int64Type>().values().to_vec();
-    assert_eq!(column("step"), [0, 0, 1, 1]);
-    assert_eq!(column("dp_rank"), [0, 1, 0, 1]);
-    assert_eq!(column("micro_batch"), [0; 4]);
-    assert_eq!(column("position"), [0; 4]);
+    assert_eq!(planned.offsets, [0, 1, 2, 3, 4]); // step 0 on ranks 0 and 1, then step 1
     assert_eq!(column("row"), [0, 1, 3, 2]); // the heaviest to rank 0
     assert_eq!(column("total_length"), [7, 5, 5, 3]);
     assert_eq!(column("mask_sum"), [1, 2, 3, 1]);
@@ -538,10 +532,8 @@ fn a_plan_as_arrow() {
     let weights = batch.column_by_name("sample_weight").unwrap().as_primitive::<Float64Type>();
     assert_eq!(weights.values().to_vec(), [1.0 / 3.0, 1.0 / 3.0, 1.0 / 4.0, 1.0 / 4.0]);
 
-    let together = plan(&summary, &options(100)).unwrap().take_batch(1).unwrap();
+    let together = plan(&summary, &options(100)).unwrap().take_batch().unwrap();
     assert!(together.column_by_name("prompt_mask_sum").is_none());
-    let position = together.column_by_name("position").unwrap().as_primitive::<Int64Type>();
-    assert_eq!(position.values().to_vec(), [0, 1, 2, 3]);
 }
 
 #[test]

@@ -64,9 +64,9 @@ fn core_answer(batches: &[make::Batch]) -> Option<Answer> {
     };
     let packed = packed(&batches, &planned);
     Some(Answer {
-        total: summary.total_length.clone(),
-        response: summary.response_length.clone(),
-        mask_sum: summary.mask_sum.clone(),
+        total: summary.total_length.to_vec(),
+        response: summary.response_length.to_vec(),
+        mask_sum: summary.mask_sum.to_vec(),
         ids,
         packed,
     })

@@ -246,7 +246,7 @@ fn make_plan(
     let (plan, batch) = released(py, move || {
         let summary = Summary::from_batch(&summary.into_inner(), &key, &groups, sources)?;
         let mut plan = plan::plan(&summary, &options.0)?;
-        let batch = plan.take_batch(options.0.dp_size as usize)?;
+        let batch = plan.take_batch()?;
         Ok((plan, batch))
     })?;
     let counts = |s: &plan::Step| (s.num_rollouts, s.num_prompts, s.num_tokens, s.num_micro_batches);
@@ -383,6 +383,23 @@ impl Rows {
     }
 }
 
+type Ints<'py> = Bound<'py, PyArray1<i64>>;
+
+/// Positions and sums of squared lengths, [micro-batches] each, with padding and over all cp ranks.
+#[pyfunction]
+fn work<'py>(
+    py: Python<'py>,
+    total_lengths: PyReadonlyArray1<'py, i64>,
+    offsets: PyReadonlyArray1<'py, i64>,
+    cut_arguments: CutArguments,
+) -> PyResult<(Ints<'py>, Ints<'py>)> {
+    let (lengths, offsets) = (total_lengths.as_slice()?, offsets.as_slice()?);
+    let cut = cut(py, &cut_arguments)?;
+    let (positions, squares): (Vec<i64>, Vec<i64>) =
+        released(py, || pack::work(lengths, offsets, &cut))?.into_iter().unzip();
+    Ok((positions.to_pyarray(py), squares.to_pyarray(py)))
+}
+
 #[pyfunction]
 #[allow(clippy::too_many_arguments)] // the public signature
 fn sample_weights<'py>(
@@ -408,5 +425,5 @@ fn sample_weights<'py>(
 #[pymodule]
 mod _core {
     #[pymodule_export]
-    use super::{Online, PlanOptions, Planning, Rows, inspect, make_plan, sample_weights, summarize};
+    use super::{Online, PlanOptions, Planning, Rows, inspect, make_plan, sample_weights, summarize, work};
 }

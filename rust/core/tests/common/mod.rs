@@ -98,7 +98,7 @@ pub fn plan_error<T>(result: Result<T, Error>, parts: &[&str]) {
 
 /// A summary of rows that are rollouts of their own: (total length, mask sum).
 pub fn rows(samples: &[(i64, i64)]) -> Summary {
-    let column = |f: fn(&(i64, i64)) -> i64| samples.iter().map(f).collect::<Vec<_>>();
+    let column = |f: fn(&(i64, i64)) -> i64| samples.iter().map(f).collect();
     Summary {
         row: (0..samples.len() as i64).collect(),
         total_length: column(|s| s.0),
