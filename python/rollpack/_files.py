@@ -14,9 +14,24 @@ def _beside(path: Path) -> Path:
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
 
 
+def check_place(path: Path) -> None:
+    """A file may take the place of another, but not that of a device or a pipe: /dev/null would be one no more.
+
+    Raises:
+        FileExistsError: ``path`` is there, and is no regular file.
+    """
+    if path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is no regular file; name one to write to")
+
+
 @contextmanager
 def write_whole(path: Path) -> Iterator[Path]:
-    """A temporary file, which takes the place of ``path`` when the block ends well and goes when it does not."""
+    """A temporary file, which takes the place of ``path`` when the block ends well and goes when it does not.
+
+    Raises:
+        FileExistsError: as :func:`check_place`.
+    """
+    check_place(path)
     temporary = _beside(path)
     try:
         yield temporary

@@ -251,8 +251,8 @@ def summarize(
     """Read rollouts once and keep one small row a sample.
 
     Args:
-        data: what speaks the Arrow PyCapsule protocol, a list of those with one schema, or a path or glob of Parquet,
-            Arrow IPC or JSON-lines files. A reader that can be read only once will do.
+        data: what speaks the Arrow PyCapsule protocol, a list of those with one schema, or a path, glob or
+            directory of Parquet, Arrow IPC or JSON-lines files. A reader that can be read only once will do.
         groups: read ``group_index`` too, which ``prompt_mean`` and ``prompts_per_step`` need. ``("source", "group_index")``
             where group indices are unique only within their source.
         columns: names in the data that differ, as ``{"tokens": "input_ids"}``; ``{"loss_mask": None}`` leaves one out.

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 
 import numpy as np
 import pytest
@@ -132,8 +133,7 @@ def test_composite_key(run, tmp_path):
         (["--micro-batch-size", "1", "--frob"], "unrecognized arguments: --frob"),
         (["--micro", "1"], "unrecognized arguments: --micro 1; did you mean --micro-batch-size? (see rollpack plan --help)"),
         (["--micro-batch-size", "1", "-o", "/no/such/folder/plan"], "/no/such/folder/plan is a directory, or lies in none"),
-        (["--micro-batch-size", "1", "-o", "/dev/null"], "/dev/null is no regular file; name one to write"),
-        (["--micro-batch-size", "1", "-o", "-"], "- is no regular file; name one to write"),
+        (["--micro-batch-size", "1", "-o", "-"], "- would be stdout, which is not written to; name a file to write"),
     ],
 )
 def test_bad_flags(fails, file, flags, says):
@@ -169,6 +169,17 @@ def test_spread_over_ranks(run, tmp_path):
         int(placed.filter(placed["dp_rank"].to_numpy() == rank)["total_length"].to_numpy().sum()) for rank in range(4)
     ]
     assert found["steps"][0]["tokens_per_dp_rank"] == by_rank
+
+
+def test_a_plan_does_not_take_the_place_of_a_device_or_a_pipe(fails, file, tmp_path):
+    pipe = tmp_path / "pipe"  # where /dev/null would go the same way
+    os.mkfifo(pipe)
+    says = f"{pipe} is no regular file; name one to write to"
+    assert fails("plan", file, "--micro-batch-size", 1, "-o", pipe) == says
+    with pytest.raises(FileExistsError, match=says):
+        rollpack.plan(file, micro_batch_size=1).save(pipe)
+    assert pipe.is_fifo()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["pipe", "rollouts.parquet"]
 
 
 def test_the_plan_does_not_take_the_place_of_the_rollouts(fails, file):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rollpack._files import check_place
 from rollpack.cli._arguments import UsageError, add_input, add_json, add_plan_options, plan_options
 from rollpack.cli._input import Input
 from rollpack.cli._output import progress, say, say_json, table
@@ -63,8 +64,9 @@ def check_output(output: Path, files: list[Any]) -> None:
     """Asked before any work: whether a file can be written there, in the place of none that is read."""
     if output.is_dir() or not output.parent.is_dir():
         raise UsageError(f"{output} is a directory, or lies in none; name a file to write")
-    if output == Path("-") or (output.exists() and not output.is_file()):
-        raise UsageError(f"{output} is no regular file; name one to write")
+    if output == Path("-"):
+        raise UsageError("- would be stdout, which is not written to; name a file to write")
+    check_place(output)
     if output.exists() and any(map(output.samefile, expand(files))):
         raise UsageError(f"{output} is one of the files to read; name another to write")
 
