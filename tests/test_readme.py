@@ -48,7 +48,7 @@ def test_code_blocks_run(tmp_path, monkeypatch, capsys):
             assert done.returncode == 0, done.stderr + done.stdout
             assert ("all agree" in done.stdout) == ("rollpack verify" in text)
     torch.distributed.destroy_process_group()
-    assert ran == {"python": 15, "bash": 2}
+    assert ran == {"python": 16, "bash": 2}
     assert sorted(p.name for p in (tmp_path / "packed").iterdir()) == ["dp0-cp0.arrow", "dp1-cp0.arrow"]
 
 

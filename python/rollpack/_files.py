@@ -37,8 +37,8 @@ def write_whole_directory(path: Path) -> Iterator[Path]:
     if path.exists():
         raise FileExistsError(f"{path} is there already; remove it, or choose another place")
     temporary = _beside(path)
-    temporary.mkdir()
     try:
+        temporary.mkdir()
         yield temporary
         temporary.rename(path)
     except BaseException:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -13,8 +14,13 @@ import pyarrow as pa
 from rollpack import _core
 from rollpack._errors import DataError, RollpackError
 from rollpack._sources import Request, Source, Watch, no_rows
+from rollpack.summary import Summary
 
 _Raw = tuple[str, str | None, int | None, str]
+
+
+#: Of faults of one kind, how many are shown to a person.
+SHOWN = 20
 
 
 class Fault(NamedTuple):
@@ -31,6 +37,15 @@ class Fault(NamedTuple):
     #: The row, from 0 in its part.
     part_row: int | None
     message: str
+
+
+def kinds(faults: Sequence[Fault]) -> list[list[Fault]]:
+    """Faults of a kind together: those of one column whose messages differ in their values only."""
+    alike: dict[tuple[str | None, str], list[Fault]] = {}
+    for fault in faults:
+        pattern = re.sub(r"'[^']*'|-?\d[\d.]*(?:e[-+]?\d+)?", "#", fault.message)
+        alike.setdefault((fault.column, pattern), []).append(fault)
+    return list(alike.values())
 
 
 @dataclass(frozen=True)
@@ -57,7 +72,7 @@ class Spread:
         return cls(low, p10, p25, p50, p75, p90, p99, high, float(values.mean()))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Inspection:
     """What was found. All numbers but ``rows`` and ``part_rows`` are of the rows without a fault.
 
@@ -79,6 +94,7 @@ class Inspection:
         ids_unique_within_prompt_only: whether rollout ids seem to be so; ``rollout_key`` then has the group in it, and
             ``faults`` says what to pass.
         faults: all of them, first those of the columns, then by row.
+        summary: the rows without a fault, with groups where there are any.
     """
 
     rows: int | None
@@ -105,6 +121,13 @@ class Inspection:
     rollout_key: tuple[str, ...]
     ids_unique_within_prompt_only: bool
     faults: list[Fault]
+    summary: Summary
+
+    def __repr__(self) -> str:
+        groups = "without groups" if self.groups is None else f"{self.groups:,} groups"
+        return (
+            f"Inspection({self.sound_rows:,} sound rows, {self.rollouts:,} rollouts, {groups}, {len(self.faults):,} faults)"
+        )
 
 
 def inspect(
@@ -152,7 +175,9 @@ def inspect(
     told = {(fault.column, fault.message) for fault in faults}
     faults += _with_parts([fault for fault in read.faults if (fault[1], fault[3]) not in told], watch.rows)
     rows = sum(watch.rows) if all(watch.finished) else None
-    return _measure(read, rows, watch.rows, faults)
+    groups = ("group_index",) if "group_index" in read.batch.schema.names else ()
+    summary = Summary(read.batch, read.key, groups, request)
+    return _measure(read, summary, rows, watch.rows, faults)
 
 
 #: The columns of the summary that every input has.
@@ -218,11 +243,10 @@ class _Shared(NamedTuple):
         return 2 * self.num_placed > 3 * self.num_ids
 
     def message(self, key: tuple[str, ...]) -> str:
-        flag = ",".join(("group_index", *key))
         return (
             f"{self.num_shared:,} of {self.num_ids:,} rollout ids lie in several groups, such as {self.example}: they seem "
             f"to be unique only within their prompt, and rollouts of different prompts would be taken for one. Pass "
-            f"rollout_key={('group_index', *key)} (--rollout-key {flag}), as was done for the numbers here"
+            f"rollout_key={('group_index', *key)}, as was done for the numbers here"
         )
 
 
@@ -260,7 +284,7 @@ def _with_parts(faults: Sequence[_Raw], part_rows: Sequence[int]) -> list[Fault]
     ]
 
 
-def _measure(read: _Read, rows: int | None, part_rows: list[int], faults: list[Fault]) -> Inspection:
+def _measure(read: _Read, summary: Summary, rows: int | None, part_rows: list[int], faults: list[Fault]) -> Inspection:
     """The numbers of the sound rows."""
     total, response, trained = (
         read.batch.column(name).to_numpy() for name in ("total_length", "response_length", "mask_sum")
@@ -302,6 +326,7 @@ def _measure(read: _Read, rows: int | None, part_rows: list[int], faults: list[F
         rollout_key=read.key,
         ids_unique_within_prompt_only=read.ids is not None,
         faults=faults,
+        summary=summary,
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,9 @@ from rollpack._files import write_whole
 from rollpack.cost import CostModel, cost_model, integer
 from rollpack.names import check_units, resolve
 from rollpack.summary import SourceName, summary_of
+
+if TYPE_CHECKING:
+    from rollpack.schedule import Schedule
 
 _METADATA, _ID = b"rollpack.plan", b"rollpack.plan_id"
 
@@ -185,6 +188,18 @@ class Plan:
         rows of ``dropped_rows`` have none.
         """
         return np.argsort(self._placements.column("row").to_numpy(), kind="stable").astype(np.int64, copy=False)
+
+    def show(self, step: int = 0) -> Schedule:
+        """A step as a picture: a row a dp rank, time along, a micro-batch as a block, with gaps where ranks wait.
+
+        A notebook draws it (with the extra ``report``), and it prints as text.
+
+        Raises:
+            PlanError: there is no such step.
+        """
+        from rollpack.schedule import Schedule
+
+        return Schedule.of(self, step)
 
     def __arrow_c_stream__(self, requested_schema: object | None = None) -> object:
         return self.to_arrow().__arrow_c_stream__(requested_schema)

@@ -150,7 +150,7 @@ def test_ids_unique_only_within_their_prompt(run, tmp_path):
     (fault,) = found["faults"]
     assert (fault["kind"], fault["column"], fault["row"]) == ("ids", "rollout_id", None)
     assert "4 of 4 rollout ids lie in several groups, such as rollout_id 0 in 50 of them" in fault["message"]
-    assert "rollout_key=('group_index', 'rollout_id')" in fault["message"]
+    assert "Pass --rollout-key group_index,rollout_id, as was done" in fault["message"]
     status, out, _ = run("inspect", file, "--rollout-key", "group_index,rollout_id")
     assert status == 0
     assert "200 by group_index, rollout_id" in out
@@ -241,7 +241,8 @@ def test_nothing_to_read(fails, tmp_path):
 def test_unreadable_files(fails, tmp_path, file):
     assert fails("inspect", tmp_path / "no.parquet") == f"no file is called {tmp_path / 'no.parquet'}"
     assert fails("inspect", tmp_path / "*.no") == f"no file matches {tmp_path / '*.no'}"
-    assert "is a directory" in fails("inspect", tmp_path)
+    (tmp_path / "nothing").mkdir()
+    assert "is a directory without files of rollouts" in fails("inspect", tmp_path / "nothing")
     text = tmp_path / "text.txt"
     text.write_text("hello")
     assert fails("inspect", text) == f"{text}: this is no Parquet, Arrow IPC or JSON-lines file"

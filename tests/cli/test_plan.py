@@ -115,23 +115,25 @@ def test_composite_key(run, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ([], "pass exactly one of max_tokens_per_gpu and micro_batch_size"),
+        ([], "pass exactly one of --max-tokens-per-gpu and --micro-batch-size"),
         (["--max-tokens-per-gpu", "4"], "row 1"),
         (["--micro-batch-size", "x"], "argument --micro-batch-size: 'x' is no integer (see rollpack plan --help)"),
         (["--micro-batch-size", str(2**70)], "does not fit 64 bits"),
-        (["--micro-batch-size", "1", "--dp-size", "0"], "dp_size is 0"),
-        (["--micro-batch-size", "1", "--dp-size", "99"], "dp_size"),
-        (["--micro-batch-size", "1", "--layout", "spiral"], "spiral"),
+        (["--micro-batch-size", "1", "--dp-size", "0"], "--dp-size is 0"),
+        (["--micro-batch-size", "1", "--dp-size", "99"], "--dp-size 99"),
+        (["--micro-batch-size", "1", "--layout", "spiral"], "--layout is 'spiral'; it has to be zigzag or contiguous"),
         (["--micro-batch-size", "1", "--cost", "x"], "'x' is neither tokens, attention nor LINEAR,QUADRATIC in integers"),
         (["--micro-batch-size", "1", "--cost", "1,2,3"], "LINEAR,QUADRATIC"),
         (["--micro-batch-size", "1", "--columns", "tokens"], "'tokens' is not ROLE=NAME"),
         (["--micro-batch-size", "1", "--columns", "token=x"], "'token=x' is not ROLE=NAME"),
         (["--micro-batch-size", "1", "--columns", "tokens=x"], "column 'x': is missing"),
-        (["--micro-batch-size", "1", "--divisor", "2"], "divisor"),
-        (["--micro-batch-size", "1", "--loss-aggregation", "constant", "--divisor", "nan"], "divisor"),
+        (["--micro-batch-size", "1", "--divisor", "2"], "--divisor is 2, and only --loss-aggregation 'constant' takes one"),
+        (["--micro-batch-size", "1", "--loss-aggregation", "constant", "--divisor", "nan"], "--divisor is NaN"),
         (["--micro-batch-size", "1", "--frob"], "unrecognized arguments: --frob"),
-        (["--micro", "1"], "unrecognized arguments"),
+        (["--micro", "1"], "unrecognized arguments: --micro 1; did you mean --micro-batch-size? (see rollpack plan --help)"),
         (["--micro-batch-size", "1", "-o", "/no/such/folder/plan"], "/no/such/folder/plan is a directory, or lies in none"),
+        (["--micro-batch-size", "1", "-o", "/dev/null"], "/dev/null is no regular file; name one to write"),
+        (["--micro-batch-size", "1", "-o", "-"], "- is no regular file; name one to write"),
     ],
 )
 def test_bad_flags(fails, file, flags, says):
@@ -172,5 +174,5 @@ def test_spread_over_ranks(run, tmp_path):
 def test_the_plan_does_not_take_the_place_of_the_rollouts(fails, file):
     before = file.read_bytes()
     message = fails("plan", file, "--micro-batch-size", 1, "-o", file)
-    assert message == f"{file} is one of the files to read; name another to save the plan in"
+    assert message == f"{file} is one of the files to read; name another to write"
     assert file.read_bytes() == before

@@ -21,7 +21,7 @@ from rollpack._sources.remote import is_object_ref, of_object_ref
 from rollpack._sources.request import ROLES, Request
 from rollpack._sources.watch import Watch
 
-__all__ = ["ROLES", "Request", "Shards", "Source", "Watch", "no_rows", "paths", "reading"]
+__all__ = ["ROLES", "Request", "Shards", "Source", "Watch", "no_rows", "of_file", "paths", "reading"]
 
 
 class Source:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
@@ -17,14 +18,25 @@ import pyarrow.json as pajson
 from rollpack._errors import DataError
 from rollpack._sources.parts import Batches, Part
 
+#: The kinds of files, and how their names end. ``.json`` is none of them: beside data it is mostly a description of it.
+_KINDS = {
+    "Parquet": (".parquet", ".pq"),
+    "Arrow IPC": (".arrow", ".arrows", ".ipc", ".feather"),
+    "JSON lines": (".jsonl", ".ndjson"),
+}
+
 
 def paths(pattern: str) -> list[Path]:
-    """The files that a path or glob names, in the order of their names as text: part-10 comes before part-2."""
+    """The files that a path or glob names, in the order of their names as text: part-10 comes before part-2.
+
+    Of a directory these are the files of rollouts right in it, by their names, which have to be of one kind. Names that
+    begin with a dot or an underscore are passed over, as other readers do. What a glob finds are files only.
+    """
     path = Path(pattern)
     if not pattern:
         raise DataError("the path is empty")
     if path.is_dir():
-        raise DataError(f"{pattern} is a directory; pass its files as a glob, such as {pattern.rstrip('/')}/*.parquet")
+        return _in_directory(path)
     found = [path] if path.exists() else [Path(p) for p in sorted(glob.glob(pattern, recursive=True))]
     if path.exists() and not path.is_file():
         raise DataError(f"{pattern} is no regular file, and files are read more than once; save it first")
@@ -32,6 +44,24 @@ def paths(pattern: str) -> list[Path]:
     if not found:
         raise DataError(f"no file is called {pattern}" if not glob.has_magic(pattern) else f"no file matches {pattern}")
     return found
+
+
+def _in_directory(directory: Path) -> list[Path]:
+    try:
+        shown = sorted(path for path in directory.iterdir() if path.name[0] not in "._")
+    except OSError as error:
+        raise DataError(f"{directory}: {error.strerror}") from error
+    kinds = {suffix: kind for kind, suffixes in _KINDS.items() for suffix in suffixes}
+    found = {path: kinds[path.suffix.lower()] for path in shown if path.suffix.lower() in kinds}
+    if not found:
+        deeper = f"; what lies deeper is found by a glob: {directory}/**/*.parquet" if any(map(Path.is_dir, shown)) else ""
+        raise DataError(f"{directory} is a directory without files of rollouts ({', '.join(kinds)}){deeper}")
+    of_kind = {kind: path for path, kind in found.items()}
+    if len(of_kind) > 1:
+        # One may be made from the other: then rows would count twice.
+        named = " and ".join(f"{kind} ({path.name})" for kind, path in of_kind.items())
+        raise DataError(f"{directory} holds files of several kinds, {named}; pass a glob, such as {directory}/*.parquet")
+    return list(found)
 
 
 def of_file(path: Path) -> Part:
@@ -52,12 +82,10 @@ def of_file(path: Path) -> Part:
         opened = partial(papq.ParquetFile, path, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True)
         return of_parquet(lambda: opened(metadata=metadata()), metadata, partial(_readable, path, "Parquet"))
     if start == b"ARROW1":
-        return of_arrow_file(
-            lambda options: paipc.open_file(pa.memory_map(str(path)), options=options), partial(_readable, path, "Arrow IPC")
-        )
-    if path.suffix in {".arrow", ".ipc", ".arrows", ".feather"}:
+        return of_arrow_file(partial(_opened_arrow_file, path), partial(_readable, path, "Arrow IPC"))
+    if start[:4] == b"\xff\xff\xff\xff" or path.suffix in _KINDS["Arrow IPC"]:
         return Part(lambda *_: _arrow_stream(path))
-    if start.lstrip()[:1] == b"{" or path.suffix in {".jsonl", ".ndjson", ".json"}:
+    if start.lstrip()[:1] == b"{" or path.suffix in {*_KINDS["JSON lines"], ".json"}:
 
         def read(*_: object) -> pa.Table:
             with _readable(path, "JSON lines"):
@@ -124,6 +152,14 @@ def _batch_size(metadata: Any) -> int:
     return int(min(max((8 << 20) * metadata.num_rows // max(size, 1), 1), 4096))
 
 
+def _opened_arrow_file(path: Path, options: paipc.IpcReadOptions | None) -> Any:
+    reader = paipc.open_file(pa.memory_map(os.fspath(path)), options=options)
+    # What is packed has tokens and masks too, and would be taken for rollouts.
+    if any(key.startswith(b"rollpack.") for key in reader.schema.metadata or {}):
+        raise DataError(f"{path}: rollpack wrote this: it holds a plan or packed micro-batches, and no rollouts")
+    return reader
+
+
 def of_arrow_file(opened: Callable[[paipc.IpcReadOptions | None], Any], readable: _Guard) -> Part:
     """Batches can be read alone."""
 
@@ -165,7 +201,7 @@ def _arrow_stream(path: Path) -> Batches:
             file.seek(max(path.stat().st_size - 8, 0))
             if file.read() != b"\xff\xff\xff\xff\0\0\0\0":
                 raise DataError(f"{path}: the Arrow stream has no end: it was cut short, or is still being written")
-        reader = paipc.open_stream(pa.memory_map(str(path)))
+        reader = paipc.open_stream(pa.memory_map(os.fspath(path)))
 
     def batches() -> Iterator[pa.RecordBatch]:
         with _readable(path, "Arrow IPC"):

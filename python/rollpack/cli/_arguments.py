@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any, NoReturn
+from typing import Any
 
 from rollpack._errors import RollpackError
 from rollpack._sources import ROLES
@@ -15,17 +15,6 @@ from rollpack.planning import plan
 
 class UsageError(RollpackError):
     """The command line cannot be understood."""
-
-
-class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are exceptions, so that they take one line like all others."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
-
-    def error(self, message: str) -> NoReturn:
-        """Raise :class:`UsageError`."""
-        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def add_input(parser: argparse.ArgumentParser) -> None:
@@ -51,12 +40,18 @@ def add_input(parser: argparse.ArgumentParser) -> None:
 
 def add_files(parser: argparse.ArgumentParser) -> None:
     """``FILE...``."""
-    parser.add_argument("files", metavar="FILE", nargs="+", help="Parquet, Arrow IPC or JSON lines; a path or a glob")
+    what = "Parquet, Arrow IPC or JSON lines: a path, a glob, a directory, or - for standard input"
+    parser.add_argument("files", metavar="FILE", nargs="+", help=what)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """``--json``."""
     parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    """What every command takes."""
+    parser.add_argument("-q", "--quiet", action="store_true", help="show no progress")
 
 
 def input_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -4,32 +4,39 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import accumulate
-from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
 from rollpack._errors import DataError, SchemaError
-from rollpack._sources import Source, Watch, paths
+from rollpack._sources import Source, Watch, of_file
+from rollpack.cli._output import Bar
+from rollpack.cli._spool import expand
 
 
 class Input:
     """Files that are read one after the other as one input.
 
     Attributes:
-        paths: the files, globs expanded.
+        paths: the files, globs and directories expanded.
         source: their rows, for whatever takes data.
     """
 
-    def __init__(self, patterns: Sequence[str], progress: Callable[[int], object] | None = None) -> None:
-        self.paths: list[Path] = [path for pattern in patterns for path in paths(pattern)]
+    def __init__(self, files: list[Any], progress: Bar | None = None) -> None:
+        """As :func:`expand` does, ``files`` is changed where it names what can be read only once."""
+        self.paths = expand(files, progress.note if progress else None)
         twice = [path for path, times in Counter(path.resolve() for path in self.paths).items() if times > 1]
         if twice:
             raise DataError(f"{twice[0]} is named twice, and its rows would count twice")
         self._watch = Watch(progress)
-        self.source = Source.of(self.paths).watched(self._watch)
+        parts = [of_file(path) for path in self.paths]
+        if progress is not None and all(part.lengths for part in parts):
+            with suppress(DataError):  # reading comes to it again
+                progress.expect(sum(sum(part.lengths()) for part in parts if part.lengths))
+        self.source = Source(parts).watched(self._watch)
 
     @contextmanager
     def located(self) -> Iterator[None]:

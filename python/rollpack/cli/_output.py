@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 
 def say(line: str = "") -> None:
@@ -44,12 +45,30 @@ def bytes_text(size: int) -> str:
     return f"{size} B" if power == 0 else f"{size / 1024**power:.1f} {units[power]}"
 
 
+class Bar:
+    """Progress that a person watches; call it with by how much it moves."""
+
+    def __init__(self, bar: Any) -> None:
+        self._bar = bar
+
+    def __call__(self, moved: int) -> None:
+        self._bar.update(moved)
+
+    def expect(self, total: int) -> None:
+        """From now on the time that is left can be told."""
+        self._bar.total = total
+        self._bar.refresh()
+
+    def note(self, text: str) -> None:
+        """Say what goes on beside."""
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(0)
+
+
 @contextmanager
-def progress(
-    arguments: argparse.Namespace, what: str, unit: str, total: int | None = None
-) -> Iterator[Callable[[int], object] | None]:
-    """A progress bar on stderr while a person watches: a function that takes by how much it moves, or None."""
-    if arguments.json or sys.stderr is None or not sys.stderr.isatty():
+def progress(arguments: argparse.Namespace, what: str, unit: str, total: int | None = None) -> Iterator[Bar | None]:
+    """A progress bar on stderr while a person watches, whatever stdout is; else None."""
+    if arguments.quiet or not _is_terminal(sys.stderr):
         yield None
         return
     try:
@@ -57,5 +76,26 @@ def progress(
     except ImportError:  # the extra `cli`; no bar is no fault
         yield None
         return
-    with tqdm(desc=what, unit=unit, total=total, unit_scale=True, leave=False, file=sys.stderr) as bar:
-        yield bar.update
+    with tqdm(desc=what, unit=unit, total=total, unit_scale=True, leave=False, file=sys.stderr, dynamic_ncols=True) as bar:
+        yield Bar(bar)
+
+
+def good(text: str) -> str:
+    """Green on a terminal: all is well."""
+    return _coloured(text, "32", sys.stdout)
+
+
+def bad(text: str, stream: TextIO | None = None) -> str:
+    """Red on a terminal: something is not. ``stream``: where it will be printed, stdout if left out."""
+    return _coloured(text, "1;31", stream or sys.stdout)
+
+
+def _coloured(text: str, code: str, stream: TextIO | None) -> str:
+    # https://no-color.org and https://force-color.org; the first wins.
+    forced = bool(os.environ.get("FORCE_COLOR"))
+    wanted = not os.environ.get("NO_COLOR") and (forced or _is_terminal(stream))
+    return f"\x1b[{code}m{text}\x1b[0m" if wanted else text
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    return stream is not None and stream.isatty() and os.environ.get("TERM") != "dumb"

@@ -8,7 +8,6 @@ from typing import Any
 
 from rollpack.cli._arguments import add_json
 from rollpack.cli._output import say
-from rollpack.cli._picture import picture
 from rollpack.cli.verify import add_cuts, need_torch, verify
 from rollpack.names import OURS
 from rollpack.planning import plan
@@ -55,6 +54,6 @@ def run(arguments: argparse.Namespace) -> int:
         budget = int(summary.column("total_length").max())
         made = plan(summary, loss_aggregation="prompt_mean", max_tokens_per_gpu=budget, dp_size=4)
         say()
-        for line in [repr(made), *picture(made)]:
+        for line in [repr(made), *made.show().text()]:
             say(line)
     return status

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from rollpack.cli._arguments import add_input, add_json, input_options
 from rollpack.cli._input import Input
-from rollpack.cli._output import progress, say, say_json, table
-from rollpack.inspection import Fault, Inspection, Spread, inspect
-
-#: Faults of one kind that are shown to a person.
-_SHOWN = 20
+from rollpack.cli._output import bad, good, progress, say, say_json, table
+from rollpack.inspection import SHOWN, Fault, Inspection, Spread, inspect, kinds
 
 _EPILOG = """\
 examples:
@@ -41,17 +37,24 @@ def run(arguments: argparse.Namespace) -> int:
         files = Input(arguments.files, moved)
         with files.located():
             found = inspect(files.source, **input_options(arguments))
+    found = typed(found, arguments)
     if arguments.json:
-        say_json(_document(found, files.paths))
+        say_json(document(found, files.paths))
     else:
         for line in [*_overview(found, files.paths), *_faults(found.faults, files.paths)]:
             say(line)
     return 1 if found.faults else 0
 
 
-def _document(found: Inspection, paths: list[Path]) -> dict[str, Any]:
+def typed(found: Inspection, arguments: argparse.Namespace) -> Inspection:
+    """With faults in words of the command line."""
+    return replace(found, faults=[fault._replace(message=arguments.spoken(fault.message)) for fault in found.faults])
+
+
+def document(found: Inspection, paths: list[Path]) -> dict[str, Any]:
     """All that was found; a fault's part is its file."""
     values = {name: asdict(value) if isinstance(value, Spread) else value for name, value in vars(found).items()}
+    del values["summary"]
     part_rows = values.pop("part_rows")
     values["files"] = [{"path": str(path), "rows": rows} for path, rows in zip(paths, part_rows, strict=True)]
     values["faults"] = [
@@ -113,24 +116,17 @@ def _spreads(found: Inspection) -> list[str]:
 def _faults(faults: list[Fault], paths: list[Path]) -> list[str]:
     """The faults, those of a kind together, the first of each kind in full."""
     if not faults:
-        return ["", "no faults"]
-    kinds: dict[tuple[str | None, str], list[Fault]] = {}
-    for fault in faults:
-        kinds.setdefault((fault.column, _pattern(fault.message)), []).append(fault)
-    lines = ["", _count(len(faults), "fault")]
-    for alike in kinds.values():
-        lines += [f"  {_place(fault, paths)}{fault.message}" for fault in alike[:_SHOWN]]
-        if len(alike) > _SHOWN:
-            lines.append(f"  ... and {len(alike) - _SHOWN:,} more of this kind (--json has all)")
+        return ["", good("no faults")]
+    lines = ["", bad(_count(len(faults), "fault"))]
+    for alike in kinds(faults):
+        lines += [f"  {place(fault, paths)}{fault.message}" for fault in alike[:SHOWN]]
+        if len(alike) > SHOWN:
+            lines.append(f"  ... and {len(alike) - SHOWN:,} more of this kind (--json has all)")
     return lines
 
 
-def _pattern(message: str) -> str:
-    """What a message has in common with others of its kind: all but its values."""
-    return re.sub(r"'[^']*'|-?\d[\d.]*(?:e[-+]?\d+)?", "#", message)
-
-
-def _place(fault: Fault, paths: list[Path]) -> str:
+def place(fault: Fault, paths: list[Path]) -> str:
+    """Column, row and file of a fault, before its message."""
     parts = [] if fault.column is None else [f"column '{fault.column}'"]
     parts += [] if fault.row is None else [f"row {fault.row}"]
     if len(paths) > 1 and fault.part is not None:

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rollpack._sources import paths
 from rollpack.cli._arguments import UsageError, add_input, add_json, add_plan_options, plan_options
 from rollpack.cli._input import Input
 from rollpack.cli._output import progress, say, say_json, table
+from rollpack.cli._spool import expand
 from rollpack.planning import Plan, plan
 
 #: Steps that are shown to a person.
@@ -43,10 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan, show, save."""
     output: Path | None = arguments.output
-    if output is not None and (output.is_dir() or not output.parent.is_dir()):
-        raise UsageError(f"{output} is a directory, or lies in none; name a file to save the plan in")
-    if output is not None and output.exists() and any(output.samefile(p) for f in arguments.files for p in paths(f)):
-        raise UsageError(f"{output} is one of the files to read; name another to save the plan in")
+    if output is not None:
+        check_output(output, arguments.files)
     made = make(arguments)
     if output is not None:
         made.save(output)
@@ -59,6 +57,16 @@ def run(arguments: argparse.Namespace) -> int:
     if output is not None:
         say(f"saved as {output}")
     return 0
+
+
+def check_output(output: Path, files: list[Any]) -> None:
+    """Asked before any work: whether a file can be written there, in the place of none that is read."""
+    if output.is_dir() or not output.parent.is_dir():
+        raise UsageError(f"{output} is a directory, or lies in none; name a file to write")
+    if output == Path("-") or (output.exists() and not output.is_file()):
+        raise UsageError(f"{output} is no regular file; name one to write")
+    if output.exists() and any(map(output.samefile, expand(files))):
+        raise UsageError(f"{output} is one of the files to read; name another to write")
 
 
 def make(arguments: argparse.Namespace) -> Plan:

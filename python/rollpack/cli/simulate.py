@@ -102,7 +102,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate and show."""
-    model, options = _model(arguments), plan_options(arguments)
+    model, options, named = _model(arguments), plan_options(arguments), list(arguments.files)
     grid = {name: getattr(arguments, name) for name in _FLAGS if hasattr(arguments, name)}
     settings = math.prod(len(values) for values in grid.values() if isinstance(values, list))
     with (
@@ -112,7 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         files = Input(arguments.files, read)
         with files.located():
             made = simulate(files.source, model=model, progress=planned, **grid, **options)
-    command = _command(arguments.files, made, options)
+    command = _command(named, made, options)
     if arguments.json:
         say_json(_document(files.paths, made, command))
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rollpack._errors import RollpackError, SchemaError
 from rollpack.cli._arguments import add_input, add_json, input_options, names, sizes
 from rollpack.cli._input import Input
-from rollpack.cli._output import progress, say, say_json, table
+from rollpack.cli._output import bad, good, progress, say, say_json, table
 from rollpack.names import OURS
 from rollpack.summary import Summary, summarize
 
@@ -132,11 +132,11 @@ def _lines(
         lines.append("prompt_mean was left out: there is no group column")
     if agree:
         within = ", ".join(f"{short(dtype)} within {tolerance:g}" for dtype, tolerance in TOLERANCES.items())
-        return [*lines, f"all agree: {within}"]
+        return [*lines, f"{good('all agree')}: {within}"]
     for agreement in agreements:
         if not agreement.agrees:
             cut = "; ".join(f"{short(dtype)}: {worst}" for dtype, worst in agreement.worst.items())
-            lines.append(f"{agreement.loss_aggregation} does NOT agree; worst at {cut}")
+            lines.append(f"{agreement.loss_aggregation} {bad('does NOT agree')}; worst at {cut}")
     return lines
 
 

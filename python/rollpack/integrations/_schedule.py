@@ -28,6 +28,12 @@ class Schedule(NamedTuple):
     num_microbatches: list[int]
     global_batch_sizes: list[int]
 
+    def __repr__(self) -> str:
+        samples = sum(map(len, self.partitions))
+        return (
+            f"Schedule({samples:,} samples, {len(self.partitions)} dp ranks, micro-batches a step {self.num_microbatches})"
+        )
+
     def steps(self) -> list[list[int]]:
         """The samples of each step, over all ranks."""
         rows: list[list[int]] = []

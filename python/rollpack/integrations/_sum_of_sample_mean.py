@@ -189,6 +189,9 @@ class _WeightedSum:
         weights = token_weights(mask != 0, samples, torch.from_numpy(scales).to(mask.device))
         self._weights = weights if mask.dtype == torch.bool else weights * mask
 
+    def __repr__(self) -> str:
+        return f"Σ weight x mask x loss over {len(self._weights):,} response positions"
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """``x``: [Σ local response lengths] floating. 0-d, joined to its graph."""
         return weighted_sum(x, self._weights.to(x.device))

@@ -91,6 +91,10 @@ class Report:
         """The mistakes that explain the failures."""
         return tuple(dict.fromkeys(itertools.chain.from_iterable(f.cause.split(" + ") for f in self.failures)))
 
+    def __repr__(self) -> str:
+        head = str(self).splitlines()[0]
+        return f"Report({head.partition(':')[0] if self.ok else head})"
+
     def __str__(self) -> str:
         if self.ok:
             return f"all {len(self.checked)} invariances hold: {', '.join(self.checked)}"
@@ -110,6 +114,10 @@ class TrainingStep:
         self._tokens = {_place(m): torch.from_numpy(truth.tokens(m)) for rank in ranks for m in rank}
         self._losses = torch.from_numpy(truth.losses)
         self._poison = poison
+
+    def __repr__(self) -> str:
+        first = self.ranks[0][0]
+        return f"TrainingStep({first.dp_size} x {first.cp_size} dp x cp ranks, {len(self.ranks[0])} micro-batches on each)"
 
     def model(self) -> Model:
         """A new copy of the model, for a rank to run forward and backward."""

@@ -31,6 +31,11 @@ class Rollouts:
     rollouts: list[Hashable]
     groups: list[Hashable] | None
 
+    def __repr__(self) -> str:
+        trained = sum(int(mask.sum()) for mask in self.masks)
+        groups = "without groups" if self.groups is None else "with groups"
+        return f"Rollouts({len(self.lengths):,} samples, {int(self.lengths.sum()):,} tokens, {trained:,} trained, {groups})"
+
     @classmethod
     def read(
         cls, data: Any, *, columns: Mapping[str, str | None] | None = None, rollout_key: str | Sequence[str] = "rollout_id"

@@ -51,6 +51,13 @@ class Agreement:
             deviation <= TOLERANCES[dtype] for measure in (self.loss, self.gradient) for dtype, deviation in measure.items()
         )
 
+    def __repr__(self) -> str:
+        worst = ", ".join(f"{str(d).removeprefix('torch.')} {max(x, self.gradient[d]):.1e}" for d, x in self.loss.items())
+        held = "agrees" if self.agrees else "does NOT agree"
+        return (
+            f"Agreement({self.loss_aggregation} {held}, loss {self.reference:.6g}, worst deviation {worst or 'of no cut'})"
+        )
+
     def add(self, dtype: torch.dtype, cut: Cut, loss: float, gradient: float) -> None:
         """Take in the deviations of one cut. A NaN stays."""
         so_far = self.loss.get(dtype, 0.0), self.gradient.get(dtype, 0.0)

@@ -63,6 +63,7 @@ class LossReducer:
 
     def __repr__(self) -> str:
         steps = "" if self.accumulation_steps is None else f", accumulation_steps={self.accumulation_steps}"
+        steps += ", own_accumulation_boundary=True" if self.own_accumulation_boundary else ""
         return f"LossReducer(backend={self.backend!r}{steps}, denominators={self.denominators!r})"
 
     def __getstate__(self) -> dict[str, Any]:

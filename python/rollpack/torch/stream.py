@@ -111,6 +111,9 @@ class MicroBatches(Iterator[MicroBatch[torch.Tensor]]):
     def __len__(self) -> int:
         return self._number
 
+    def __repr__(self) -> str:
+        return f"MicroBatches({self._number:,} micro-batches{'' if self._close.alive else ', closed'})"
+
     def __next__(self) -> MicroBatch[torch.Tensor]:
         if not self._close.alive:
             raise StopIteration
@@ -310,6 +313,10 @@ class MicroBatchDataset(IterableDataset[MicroBatch[torch.Tensor]]):
 
     def __len__(self) -> int:
         return self._plan.steps[self._step].num_micro_batches
+
+    def __repr__(self) -> str:
+        dp_rank, cp_rank = self._ranks
+        return f"MicroBatchDataset({len(self):,} micro-batches, step {self._step}, dp_rank {dp_rank}, cp_rank {cp_rank})"
 
     def __iter__(self) -> Iterator[MicroBatch[torch.Tensor]]:
         worker = get_worker_info()

@@ -1,0 +1,52 @@
+"""Signals that ask a command to stop end it as an exception does, so that nothing half-written is left."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+#: Seconds until it is asked again. Some swallow an exception that they do not know, as pyarrow does where it imports pandas.
+_AGAIN = 0.02
+
+
+class Stopped(KeyboardInterrupt):
+    """A signal asked the process to stop."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+
+@contextmanager
+def stopping() -> Iterator[None]:
+    """Raises :class:`Stopped` in this block when a signal comes. One that the caller ignores (nohup) stays ignored."""
+    if threading.current_thread() is not threading.main_thread():  # only there can signals be had
+        yield
+        return
+    before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (*_SIGNALS, signal.SIGALRM)}
+    for number in _SIGNALS:
+        if before[number] is not signal.SIG_IGN:
+            signal.signal(number, _stop)
+    try:
+        yield
+    finally:
+        if signal.getsignal(signal.SIGALRM) is not before[signal.SIGALRM]:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _stop(number: int, _: FrameType | None) -> None:
+    error = sys.exc_info()[1]
+    while error is not None:
+        if isinstance(error, Stopped):  # what is half-written is being removed; a second Ctrl-C would leave it there
+            return
+        error = error.__context__
+    signal.signal(signal.SIGALRM, lambda *_: _stop(number, None))
+    signal.setitimer(signal.ITIMER_REAL, _AGAIN, _AGAIN)
+    raise Stopped(number)

@@ -1,0 +1,149 @@
+"""What Ctrl-C and others leave behind: nothing, or all."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import rollpack
+
+from .conftest import write
+from .processes import COMMAND, environment
+
+ROWS = [{"tokens": [7] * 400, "loss_mask": [1] * 300} for _ in range(2000)]
+PLAN = ["--micro-batch-size", "1", "--dp-size", "4"]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("many") / "many.parquet", ROWS)
+
+
+def started(command, many, folder, **options):
+    arguments = [command, str(many), *PLAN, "-o", str(folder / "out")]
+    return subprocess.Popen(
+        [*COMMAND, *arguments], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options
+    )
+
+
+def whole(command, out):
+    """Whether what was written is all of it."""
+    if command == "plan":
+        return rollpack.Plan.load(out).num_rows == len(ROWS)
+    held = [sum(1 for _ in rollpack.read_packed(out / f"dp{rank}-cp0.arrow")) for rank in range(4)]
+    return held == [len(ROWS) // 4] * 4
+
+
+def assert_nothing_or_all(command, folder):
+    left = list(folder.iterdir())
+    assert [path.name for path in left] in ([], ["out"])
+    assert all(whole(command, path) for path in left)
+
+
+@pytest.mark.parametrize("command", ["plan", "pack"])
+def test_at_any_moment(command, many, tmp_path):
+    start = time.monotonic()
+    process = started(command, many, tmp_path)
+    assert process.communicate()[1] == ""
+    assert whole(command, tmp_path / "out")
+    took = time.monotonic() - start
+    # From before the interpreter is up to after the end.
+    moments = random.Random(command)
+    for run in range(8):
+        folder = tmp_path / f"run{run}"
+        folder.mkdir()
+        process = started(command, many, folder)
+        time.sleep(took * moments.uniform(0.0, 1.1))
+        number = (signal.SIGINT, signal.SIGTERM)[run % 2]
+        process.send_signal(number)
+        _, told = process.communicate()
+        # Python itself ends by the signal while it ends, and with 1 or by the signal while it starts.
+        starting = process.returncode == 1 and told.endswith("KeyboardInterrupt\n") and "rollpack" not in told
+        assert process.returncode in {0, 128 + number, -number} or starting, told
+        assert_nothing_or_all(command, folder)
+
+
+def writing(process, folder):
+    """Waits until something half-written is there."""
+    while not (begun := list(folder.glob(".out.*.tmp/*"))):
+        assert process.poll() is None
+        time.sleep(0.001)
+    return begun
+
+
+@pytest.mark.parametrize(
+    ("number", "says"),
+    [(signal.SIGINT, "interrupted"), (signal.SIGTERM, "terminated"), (signal.SIGHUP, "terminated")],
+)
+def test_in_the_middle_of_writing(number, says, many, tmp_path):
+    process = started("pack", many, tmp_path)
+    assert writing(process, tmp_path)
+    process.send_signal(number)
+    assert process.communicate()[1] == f"rollpack: {says}\n"
+    assert process.returncode == 128 + number
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_impatient_person(many, tmp_path):
+    process = started("pack", many, tmp_path)
+    assert writing(process, tmp_path)
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.0005)
+    process.communicate()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_nohup(many, tmp_path):
+    process = started("pack", many, tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    assert writing(process, tmp_path)
+    process.send_signal(signal.SIGHUP)
+    assert process.communicate()[1] == ""
+    assert process.returncode == 0
+    assert whole("pack", tmp_path / "out")
+
+
+def test_while_it_waits_for_a_pipe(tmp_path):
+    reading, writing_end = os.pipe()
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    process = subprocess.Popen(
+        [*COMMAND, "inspect", "-"], stdin=reading, stderr=subprocess.PIPE, env=environment(TMPDIR=str(folder))
+    )
+    os.write(writing_end, b" " * (1 << 20))  # more than a pipe holds: it ends when that is read
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate()
+    os.close(reading)
+    os.close(writing_end)
+    assert (process.returncode, err) == (143, b"rollpack: terminated\n")
+    assert list(folder.iterdir()) == []
+
+
+#: ``inspect`` with some time between its lines.
+SLOW = """
+import sys, time
+from rollpack.cli import inspect, main
+say = inspect.say
+inspect.say = lambda line: (time.sleep(0.2), say(line))
+sys.exit(main(["inspect", sys.argv[1]]))
+"""
+
+
+def test_a_library_that_swallows_it(many, tmp_path):
+    """As pyarrow does while it imports pandas: what comes then ends the import alone."""
+    (tmp_path / "pandas").mkdir()
+    (tmp_path / "pandas" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    ended = subprocess.run(
+        [sys.executable, "-c", SLOW, str(many)],
+        env=environment(PYTHONPATH=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (143, "rollpack: terminated\n")
