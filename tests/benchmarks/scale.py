@@ -152,9 +152,7 @@ def main() -> None:
     if arguments.one:
         one(arguments.traces, arguments.one)
         return
-    print(
-        "B are bytes a sample; n log n is the plan's time over samples x log2(samples), 1 for the first size; sort is the plan's"
-    )
+    print("B are bytes a sample; n log n is the plan's time over samples x log2(samples), 1 for the first size; sort is its")
     print("time over that of numpy's argsort of as many integers and a gather", flush=True)
     print("".join(name.rjust(WIDTH) for name in HEAD), flush=True)
     first = None
