@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Self
+
+from rollpack._errors import DataError
 
 
 def _beside(path: Path) -> Path:
@@ -59,3 +64,37 @@ def write_whole_directory(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+class Saved(ABC):
+    """What can be put in a file."""
+
+    @abstractmethod
+    def to_bytes(self) -> bytes:
+        """All of it."""
+
+    @classmethod
+    @abstractmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """The inverse of :meth:`to_bytes`.
+
+        Raises:
+            DataError: this is nothing of the kind, or it was damaged.
+        """
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write one file, whole or not at all."""
+        with write_whole(Path(path)) as temporary:
+            temporary.write_bytes(self.to_bytes())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            DataError: the file is not there, or holds nothing of the kind.
+        """
+        try:
+            return cls.from_bytes(Path(path).read_bytes())
+        except (OSError, DataError) as error:
+            raise DataError(f"{os.fspath(path)}: {error}") from error

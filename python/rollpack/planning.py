@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache, cached_property
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +17,7 @@ import pyarrow as pa
 
 from rollpack import _core
 from rollpack._errors import DataError, PlanError
-from rollpack._files import write_whole
+from rollpack._files import Saved
 from rollpack.cost import CostModel, cost_model, integer
 from rollpack.names import check_units, resolve
 from rollpack.summary import SourceName, summary_of
@@ -96,7 +94,7 @@ def _integer_settings() -> set[str]:
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Plan:
+class Plan(Saved):
     """Where every sample goes. It holds integers (and weights), no token, and can be pickled, saved and sent.
 
     It speaks the Arrow PyCapsule protocol as :meth:`to_arrow` does.
@@ -213,7 +211,7 @@ class Plan:
         return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Plan:
+    def from_bytes(cls, data: bytes) -> Self:
         """The inverse of :meth:`to_bytes`.
 
         Raises:
@@ -230,23 +228,6 @@ class Plan:
         if not intact:
             raise DataError("this plan was damaged: its contents do not match its id")
         return plan
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the plan as one Arrow IPC file, whole or not at all."""
-        with write_whole(Path(path)) as temporary:
-            temporary.write_bytes(self.to_bytes())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            DataError: the file is not there, or is no plan.
-        """
-        try:
-            return cls.from_bytes(Path(path).read_bytes())
-        except (OSError, DataError) as error:
-            raise DataError(f"{os.fspath(path)}: {error}") from error
 
     @cached_property
     def id(self) -> str:
@@ -275,7 +256,7 @@ class Plan:
         ).encode()
 
     @classmethod
-    def _from_description(cls, described: bytes, placements: pa.RecordBatch) -> Plan:
+    def _from_description(cls, described: bytes, placements: pa.RecordBatch) -> Self:
         values = json.loads(described)
         settings = Settings(**values["settings"] | {"cost": tuple(values["settings"]["cost"])})
         steps = tuple(Step(*step) for step in values["steps"])

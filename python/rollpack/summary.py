@@ -7,15 +7,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import pyarrow as pa
 
 from rollpack import _core
 from rollpack._errors import DataError, PlanError, RollpackError, SchemaError
-from rollpack._files import write_whole
+from rollpack._files import Saved
 from rollpack._sources import Request, Source, reading
 
 #: What a shard is called: its place in the order of shards.
@@ -26,7 +25,7 @@ _LENGTHS = ("total_length", "response_length", "mask_sum")
 
 
 @dataclass(frozen=True, eq=False, repr=False)
-class Summary:
+class Summary(Saved):
     """What planning needs to know of the data: one row a sample, without its tokens.
 
     It speaks the Arrow PyCapsule protocol as :meth:`to_arrow` does (``polars.DataFrame(summary)``,
@@ -180,7 +179,7 @@ class Summary:
         return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> Summary:
+    def from_bytes(cls, data: bytes) -> Self:
         """The inverse of :meth:`to_bytes`.
 
         Raises:
@@ -215,23 +214,6 @@ class Summary:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Summary.from_bytes, (self.to_bytes(),)
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the summary as one file, whole or not at all."""
-        with write_whole(Path(path)) as temporary:
-            temporary.write_bytes(self.to_bytes())
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Summary:
-        """Read what :meth:`save` wrote.
-
-        Raises:
-            DataError: the file is not there, or is no summary.
-        """
-        try:
-            return cls.from_bytes(Path(path).read_bytes())
-        except (OSError, DataError) as error:
-            raise DataError(f"{os.fspath(path)}: {error}") from error
 
     def __repr__(self) -> str:
         tokens, trained = int(self.column("total_length").sum()), int(self.column("mask_sum").sum())
