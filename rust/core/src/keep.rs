@@ -1,9 +1,10 @@
 //! Whole rollouts or prompt groups on one rank.
 
 use crate::Result;
-use crate::balance::{Shape, bins, partition, per_rank, place};
+use crate::balance::{Shape, bins, per_rank, place};
 use crate::cost::{Cost, total};
 use crate::error::plan_error;
+use crate::partition::partition;
 
 /// What has to be on one rank as a whole in a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,12 +3,13 @@
 use std::cmp::Reverse;
 
 use crate::Result;
-use crate::balance::{Limit, Shape, lpt, schedule};
+use crate::balance::{Limit, Shape, schedule};
 use crate::bins::{Search, sorted};
 use crate::cost::{Cost, total};
 use crate::cut::{Cut, MAX_TOKENS};
 use crate::error::plan_error;
 use crate::left::Left;
+use crate::partition::lpt;
 use crate::plan::{Options, over_budget, positions_fit, shape};
 
 /// What the ranks run next: rank by rank its micro-batches, each a list of samples in the order in which they came.

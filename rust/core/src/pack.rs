@@ -3,84 +3,18 @@
 use std::ops::Range;
 
 use arrow_array::cast::AsArray;
-use arrow_array::{Array, ArrowNativeTypeOp, RecordBatch};
-use arrow_schema::ArrowError;
-use num_traits::AsPrimitive;
+use arrow_array::{Array, ArrowNativeTypeOp};
 
-use crate::arrays::{List, Scalars, show, with_integers, with_numbers};
+use crate::arrays::{with_integers, with_numbers};
+use crate::carry::{carry, scalar};
 use crate::check::{Faults, Row, is_one};
-use crate::columns::{Request, Samples};
+use crate::columns::Samples;
 use crate::cut::Cut;
+use crate::rows::Rows;
 use crate::{Error, Result};
 
 /// Stands where a position is not trained.
 pub const IGNORED: i32 = -100;
-
-/// Batches that rows are taken from. There may be gaps between them, of rows that nobody asks for.
-#[derive(Debug, Clone, Default)]
-pub struct Rows {
-    batches: Vec<Samples>,
-    num_rows: i64,
-}
-
-impl Rows {
-    /// The rows of the next batch.
-    pub fn push(
-        &mut self,
-        batch: std::result::Result<RecordBatch, ArrowError>,
-        request: &Request,
-    ) -> Result<()> {
-        let samples = Samples::read(batch, request, self.num_rows)?;
-        self.skip(samples.num_rows as i64);
-        self.batches.push(samples);
-        Ok(())
-    }
-
-    /// The rows of others. They share the memory.
-    pub fn append(&mut self, others: &Self) {
-        let moved = |b: &Samples| Samples { first_row: self.num_rows + b.first_row, ..b.clone() };
-        self.batches.extend(others.batches.iter().map(moved));
-        self.skip(others.num_rows);
-    }
-
-    /// The next rows are left out.
-    pub fn skip(&mut self, num_rows: i64) {
-        self.num_rows += num_rows;
-    }
-
-    /// Those that are held and those that were left out.
-    pub fn num_rows(&self) -> i64 {
-        self.num_rows
-    }
-
-    /// The batch that holds an input row, and where in it.
-    fn locate(&self, row: i64) -> Option<(&Samples, usize)> {
-        let after = self.batches.partition_point(|b| b.first_row <= row);
-        let batch = self.batches.get(after.checked_sub(1)?)?;
-        let i = usize::try_from(row - batch.first_row).ok()?;
-        (i < batch.num_rows).then_some((batch, i))
-    }
-
-    /// Which sample columns travel as float32 (the others as float64), in the order of the request.
-    pub fn float_columns(&self) -> Vec<bool> {
-        let columns = self.batches.first().map_or(&[][..], |b| &b.sample_columns);
-        columns.iter().map(Scalars::is_float).collect()
-    }
-
-    /// How many values each buffer of [`Buffers`] holds, in its order.
-    pub fn buffer_lengths(&self, size: &Size) -> [usize; 4] {
-        let (samples, positions) = (size.samples, size.positions);
-        let token_columns = self.batches.first().map_or(0, |b| b.token_columns.len());
-        let floats = self.float_columns();
-        let singles = floats.iter().filter(|f| **f).count();
-        [
-            4 * positions + 2 * (samples + 1),
-            positions,
-            token_columns * positions + singles * samples,
-            (floats.len() - singles) * samples,
-        ]
-    }
-}
 
 /// The samples of one micro-batch as they were planned. None at all: a placeholder.
 #[derive(Debug, Clone, Copy)]
@@ -349,13 +283,13 @@ impl Part<'_> {
 
 /// What speaks of the token after a position: which positions of a run have a response token after them (`to`, within
 /// the run), and which response tokens these are (`from`, within the response).
-struct Aligned {
-    to: Range<usize>,
-    from: Range<usize>,
+pub(crate) struct Aligned {
+    pub to: Range<usize>,
+    pub from: Range<usize>,
 }
 
 impl Aligned {
-    fn new(row: &Row, run: &Range<usize>) -> Self {
+    pub fn new(row: &Row, run: &Range<usize>) -> Self {
         let (prompt, total) = (row.prompt(), row.total());
         let start = run.start.max(prompt.saturating_sub(1));
         let end = run.end.min(total - 1);
@@ -395,81 +329,4 @@ fn copy_labels<N: Copy + TryInto<i32>>(from: &[N], mask: &[bool], to: &mut [i32]
         *to = label | (IGNORED & !kept);
     }
     union >= 0
-}
-
-/// Carries a token column: at each position the value of the token after it, 0 where that is no response token.
-fn carry(
-    list: &List,
-    row_number: i64,
-    i: usize,
-    row: &Row,
-    run: &Range<usize>,
-    to: &mut [f32],
-) -> Result<()> {
-    let fault = |message: String| Err(Error::data(&list.name, row_number, message));
-    let range = list.range(i);
-    if list.is_null(i) {
-        return fault("is null".to_owned());
-    }
-    if range.len() != row.response {
-        return fault(format!(
-            "the list has {} values and the response {} tokens",
-            range.len(),
-            row.response
-        ));
-    }
-    if let Some(position) = list.null_within(&range) {
-        return fault(format!("the value at position {position} is null"));
-    }
-    let aligned = Aligned::new(row, run);
-    to[..aligned.to.start].fill(0.0);
-    to[aligned.to.end..].fill(0.0);
-    let to = &mut to[aligned.to];
-    let from = range.start + aligned.from.start..range.start + aligned.from.end;
-    let values = &list.values;
-    with_numbers!(
-        values,
-        v => for (to, x) in to.iter_mut().zip(&v[from.clone()]) { *to = x.as_(); },
-        bits => for (to, bit) in to.iter_mut().zip(&bits.slice(from.start, from.len())) { *to = f32::from(u8::from(bit)); }
-    );
-    let overflows = |x: f64| x.is_finite() && x.abs() > f64::from(f32::MAX);
-    if to.iter().any(|x| x.is_infinite())
-        && with_numbers!(values, v => v[from.clone()].iter().any(|x| overflows(x.as_())), _bits => false)
-    {
-        return fault("holds a number that is too large for a float32".to_owned());
-    }
-    // In float64: as float32 the first integer that is rounded looks like the last that is not.
-    let inexact = |x: f64| x.abs() > 16_777_216.0; // 2^24
-    if with_integers!(values, v => v[from].iter().any(|x| inexact(x.as_())), _ => false) {
-        return fault(
-            "holds an integer that a float32 cannot; cast the column to float to have it rounded".to_owned(),
-        );
-    }
-    Ok(())
-}
-
-/// The value of a sample column, NaN for a null.
-fn scalar(column: &Scalars, first_row: i64, i: usize, single: bool) -> Result<f64> {
-    let values = &column.values;
-    if values.is_null(i) {
-        return Ok(f64::NAN);
-    }
-    let value: f64 = with_numbers!(values, v => v[i].as_(), bits => f64::from(u8::from(bits.value(i))));
-    let exact = if single { 1 << 24 } else { 1 << 53 };
-    let inexact = |x: i128| x.unsigned_abs() > exact;
-    if with_integers!(values, v => inexact(v[i].as_()), _ => false) {
-        return Err(Error::data(
-            &column.name,
-            first_row + i as i64,
-            format!(
-                "{} is an integer that a float cannot hold exactly; carry a smaller number",
-                show(values, i)
-            ),
-        ));
-    }
-    if single && value.is_finite() && value.abs() > f64::from(f32::MAX) {
-        let message = format!("{} is too large for a float32", show(values, i));
-        return Err(Error::data(&column.name, first_row + i as i64, message));
-    }
-    Ok(value)
 }

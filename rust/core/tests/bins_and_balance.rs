@@ -5,9 +5,10 @@ mod common;
 
 use common::{cases, plan_error};
 use proptest::prelude::*;
-use rollpack_core::balance::{Limit, Shape, Sync, differencing, lpt, partition, schedule};
+use rollpack_core::balance::{Limit, Shape, Sync, schedule};
 use rollpack_core::bins::{best_fit_decreasing, few_bins, fill_each, longest_first};
 use rollpack_core::cost::{Cost, CostModel, total};
+use rollpack_core::partition::{differencing, lpt, partition};
 
 fn tokens(capacity: i64, dp_size: usize) -> Shape {
     Shape { dp_size, limit: Limit::Tokens(capacity), multiple: 1, placeholders: false, sync: Sync::Step }

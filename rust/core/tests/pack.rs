@@ -14,7 +14,8 @@ use common::{batch, cases, cut, int64, lcm, lists, nullable_lists, read, request
 use proptest::prelude::*;
 use rollpack_core::columns::Request;
 use rollpack_core::cut::{Cut, Layout};
-use rollpack_core::pack::{Buffers, Planned, Rows, pack, work};
+use rollpack_core::pack::{Buffers, Planned, pack, work};
+use rollpack_core::rows::Rows;
 use rollpack_core::{Error, Result};
 
 /// What a rank's micro-batch holds.

@@ -16,7 +16,8 @@ use rollpack_core::arrays::show;
 use rollpack_core::check::Faults;
 use rollpack_core::columns::Request;
 use rollpack_core::cut::{Cut, Layout};
-use rollpack_core::pack::{Buffers, Planned, Rows, pack};
+use rollpack_core::pack::{Buffers, Planned, pack};
+use rollpack_core::rows::Rows;
 use rollpack_core::summary::summarize;
 
 /// What planning and packing say of the data.

@@ -20,6 +20,7 @@ use rollpack_core::keep::Keep;
 use rollpack_core::online::{self, Round};
 use rollpack_core::pack::{self, Buffers, Planned, Size};
 use rollpack_core::plan::{self, Budget, Options};
+use rollpack_core::rows;
 use rollpack_core::steps::{Remainder, StepSize};
 use rollpack_core::summary::{self, Summary};
 use rollpack_core::weights::{self, Mode, Totals};
@@ -291,7 +292,7 @@ impl Online {
 
 /// Rows that micro-batches are packed from, held as Arrow.
 #[pyclass(frozen)]
-struct Rows(pack::Rows);
+struct Rows(rows::Rows);
 
 /// The planned side of one micro-batch: rows, total lengths, response lengths, mask sums.
 type PlannedArrays<'py> = [PyReadonlyArray1<'py, i64>; 4];
@@ -313,7 +314,7 @@ impl Rows {
     fn new(py: Python<'_>, data: Vec<Stream>, request: Request, gaps: Vec<i64>) -> PyResult<Self> {
         released(py, move || {
             let request = request.into();
-            let mut rows = pack::Rows::default();
+            let mut rows = rows::Rows::default();
             let mut data = data.into_iter();
             for gap in gaps {
                 rows.skip(gap);
@@ -328,7 +329,7 @@ impl Rows {
     /// The rows of several, with so many rows left out before each.
     #[staticmethod]
     fn joined(parts: Vec<PyRef<'_, Self>>, gaps: Vec<i64>) -> Self {
-        let mut rows = pack::Rows::default();
+        let mut rows = rows::Rows::default();
         for (part, gap) in parts.iter().zip(gaps) {
             rows.skip(gap);
             rows.append(&part.0);
