@@ -9,7 +9,8 @@ from rollpack.cost import CostModel
 from rollpack.online import pack_online
 from rollpack.packed import read_packed, write_packed
 from rollpack.packing import MicroBatch, pack
-from rollpack.planning import Plan, Step, plan
+from rollpack.planning import plan
+from rollpack.plans import Plan, Step
 from rollpack.simulation import simulate
 from rollpack.summary import Summary, summarize
 from rollpack.weights import sample_weights

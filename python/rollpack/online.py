@@ -19,7 +19,8 @@ from rollpack._errors import DataError, PlanError, SchemaError
 from rollpack._sources import Request, Source
 from rollpack.cost import CostModel, integer
 from rollpack.packing import PLANNED, PLANNED_PROMPTS, MicroBatch, fresh, pack_rows
-from rollpack.planning import Settings, plan
+from rollpack.planning import plan
+from rollpack.plans import Settings
 from rollpack.summary import Summary, summarize
 from rollpack.weights import sample_weights
 

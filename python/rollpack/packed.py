@@ -17,7 +17,7 @@ import pyarrow as pa
 from rollpack._errors import DataError
 from rollpack._files import write_whole_directory
 from rollpack.packing import MicroBatch, Packer
-from rollpack.planning import Plan
+from rollpack.plans import Plan
 
 _METADATA = b"rollpack.packed"
 _COLUMNS = ("columns", "sample_columns")

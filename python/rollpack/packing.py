@@ -16,7 +16,7 @@ from rollpack import _core
 from rollpack._errors import DataError, PlanError
 from rollpack._sources import Request, Shards, Source
 from rollpack.cost import integer
-from rollpack.planning import Plan
+from rollpack.plans import Plan
 
 if TYPE_CHECKING:
     import torch

@@ -26,7 +26,7 @@ from rollpack._errors import DataError, RollpackError, SchemaError
 from rollpack._sources import Request, Shards, Source
 from rollpack._sources.parts import Part
 from rollpack.packing import MicroBatch, pack
-from rollpack.planning import Plan
+from rollpack.plans import Plan
 from rollpack.summary import Summary
 from rollpack.summary import summarize as _summarize
 

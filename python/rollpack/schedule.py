@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 import numpy.typing as npt
 
-from rollpack.planning import Plan
+from rollpack.plans import Plan
 
 #: Ranks that the text has a line for.
 _SHOWN = 64

@@ -16,7 +16,8 @@ from rollpack import _core
 from rollpack._errors import PlanError
 from rollpack.cost import MODELS, CostModel, cost_model, integer
 from rollpack.names import mode_of, takes_divisor
-from rollpack.planning import Plan, needs_groups, plan
+from rollpack.planning import needs_groups, plan
+from rollpack.plans import Plan
 from rollpack.summary import Summary, summary_of
 
 #: Dense bfloat16 FLOP/s of one GPU (SXM boards). NVIDIA's data sheets of A100, H100, H200 and HGX B200; but for A100 they

@@ -12,7 +12,7 @@ from rollpack.cli._arguments import UsageError, add_input, add_json, add_plan_op
 from rollpack.cli._input import Input
 from rollpack.cli._output import bytes_text, progress, say, say_json, table
 from rollpack.packed import write_packed
-from rollpack.planning import Plan
+from rollpack.plans import Plan
 
 _EPILOG = """\
 examples:

@@ -15,7 +15,8 @@ from rollpack.cli._arguments import UsageError, add_input, add_json, add_plan_op
 from rollpack.cli._input import Input
 from rollpack.cli._output import progress, say, say_json, table
 from rollpack.cli._spool import expand
-from rollpack.planning import Plan, plan
+from rollpack.planning import plan
+from rollpack.plans import Plan
 
 #: Steps that are shown to a person.
 _SHOWN = 20

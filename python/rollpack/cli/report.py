@@ -16,7 +16,8 @@ from rollpack.cli._arguments import add_input, add_json, add_plan_options, input
 from rollpack.cli._input import Input
 from rollpack.cli._output import bytes_text, progress, say, say_json
 from rollpack.inspection import SHOWN, Inspection, inspect, kinds
-from rollpack.planning import Plan, plan
+from rollpack.planning import plan
+from rollpack.plans import Plan
 from rollpack.report.numbers import histograms, weights
 
 _EPILOG = """\

@@ -11,7 +11,8 @@ import pyarrow as pa
 
 from rollpack._errors import RollpackError
 from rollpack.names import OURS
-from rollpack.planning import Plan, plan
+from rollpack.planning import plan
+from rollpack.plans import Plan
 from rollpack.summary import Summary
 
 #: The most bars of a histogram.

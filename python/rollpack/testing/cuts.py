@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from rollpack.planning import Plan, plan
+from rollpack.planning import plan
+from rollpack.plans import Plan
 
 
 class Cut(NamedTuple):

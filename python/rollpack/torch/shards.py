@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from rollpack._errors import DataError, PlanError, RollpackError, SchemaError
-from rollpack.planning import Plan
+from rollpack.plans import Plan
 from rollpack.summary import SourceName, Summary, summarize
 
 

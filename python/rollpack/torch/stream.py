@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from rollpack._errors import PlanError, RollpackError
 from rollpack.packing import MicroBatch, Packer
-from rollpack.planning import Plan
+from rollpack.plans import Plan
 from rollpack.torch.batches import STAY_INT32, map_arrays, to_device, with_mode_weights
 from rollpack.torch.mesh import ranks_of
 
