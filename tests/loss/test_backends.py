@@ -93,6 +93,17 @@ def test_accumulation_steps(backend):
             gradient_factor(backend, **sizes, accumulation_steps=steps, own_accumulation_boundary=True)
 
 
+def test_a_reducer_that_sets_the_boundary_itself():
+    """One micro-batch of losses 1 under an Accelerate that divides by 4 all the same."""
+    table = EXAMPLES["four_samples"].table()
+    (batch,) = rollpack.pack(table, rollpack.plan(table, micro_batch_size=4))
+    ones = torch.ones(len(batch.tokens), dtype=torch.float64)
+    reducer = LossReducer(backend="accelerate", accumulation_steps=4, own_accumulation_boundary=True)
+    assert reducer(ones, batch).item() == pytest.approx(4.0, rel=1e-14)
+    with pytest.raises(rollpack.PlanError, match="steps 4, and this step has 1"):
+        LossReducer(backend="accelerate", accumulation_steps=4)(ones, batch)
+
+
 def test_wrong_arguments():
     sizes = {"dp_size": 2, "cp_size": 1, "num_micro_batches": 1}
     names = (

@@ -170,7 +170,29 @@ def test_the_backend_may_be_left_out_in_one_process_only():
         LossReducer(backend="fdsp")
 
 
+@pytest.fixture
+def group_of_one():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_a_process_that_is_alone_in_its_group_is_one_process(group_of_one):
+    (batch,) = micro_batches()
+    assert LossReducer()(torch.ones(len(batch.tokens)), batch).item() == pytest.approx(1.0)
+
+
+def test_changed_masks_of_ranks_that_are_not_in_the_group_are_refused(group_of_one):
+    """The sums of their rollouts would be those of this rank alone."""
+    reducer = LossReducer(backend="ddp", mesh=group_of_one, denominators="current")
+    batch, _ = micro_batches(dp_size=2)
+    with pytest.raises(rollpack.PlanError, match="the process group has 1 ranks, and the plan is for dp 2 x cp 1"):
+        reducer.set_masks([batch], [torch.from_numpy(batch.loss_mask)], cut=True)
+
+
 def test_wrong_arguments_are_told():
+    with pytest.raises(TypeError, match="mesh is a int; it has to be a DeviceMesh or a process group"):
+        LossReducer(mesh=8)
     (batch,) = micro_batches()
     size = len(batch.tokens)
     for wrong in (torch.zeros(size + 1), torch.zeros(1, size), torch.zeros(())):
@@ -232,7 +254,8 @@ def test_micro_batches_and_reducers_can_be_sent_to_other_processes():
     again = pickle.loads(pickle.dumps(batch))
     np.testing.assert_array_equal(again.tokens, batch.tokens)
     reducer = copy.deepcopy(LossReducer(backend="accelerate", accumulation_steps=1))
-    assert reducer(torch.ones(len(again.tokens)), again).item() == pytest.approx(1.0)
+    for same in (again, again.to("cpu")):
+        assert reducer(torch.ones(len(same.tokens)), same).item() == pytest.approx(1.0)
 
 
 # --- the pure functions, for those who bring their own batches
