@@ -1008,6 +1008,17 @@ fn rows_whose_id_is_null_are_in_no_rollout_together() {
     }
 }
 
+#[test]
+fn each_row_is_a_rollout_only_where_the_key_is_rollout_id_alone() {
+    let plain = batch(without("rollout_id"));
+    assert!(read(std::slice::from_ref(&plain), &request()).unwrap().key.is_empty());
+    for (key, missing) in [(&["uid"][..], "uid"), (&["response_length", "rollout_id"], "rollout_id")] {
+        let asked = Request { rollout_key: key.iter().map(|k| (*k).to_owned()).collect(), ..request() };
+        let error = says(read(std::slice::from_ref(&plain), &asked), &[]);
+        assert!(matches!(&error, Error::Schema { column, .. } if column == missing), "{error:?}");
+    }
+}
+
 /// The faults of tokens, as `inspect` collects them: (row, text).
 fn token_faults(batches: &[RecordBatch]) -> Vec<String> {
     let faults = inspect(batches, &request()).1;

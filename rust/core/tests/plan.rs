@@ -240,6 +240,7 @@ fn whole_units_are_on_one_rank() {
         &["group 1", "between steps 0 and 1", "keep_together='group' needs whole groups"],
     );
     assert_eq!(Keep::parse("rollout"), Ok(Keep::Rollouts));
+    assert_eq!(Keep::parse("group"), Ok(Keep::Groups));
     plan_error(Keep::parse("prompt"), &["keep_together is 'prompt'", "group, rollout or None"]);
 }
 
