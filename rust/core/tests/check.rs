@@ -1039,7 +1039,7 @@ fn a_token_below_0_may_be_anywhere_but_where_it_is_trained() {
         columns(
             // In the prompt and where the mask is 0; where it is 1; in a prompt as long as the mask; a response that is all.
             &[&[-1, 5, -2, 6], &[5, 6, -3, 7], &[-1, -1, 4, 4], &[-5, -6]],
-            &[&[0, 0, 1], &[0, 1, 0], &[1, 1], &[0, 1]],
+            &[&[0, 0, 1], &[1, 1, 0], &[1, 1], &[0, 1]],
         ),
     ];
     assert_eq!(

@@ -732,6 +732,25 @@ fn integers_of_a_sample_that_a_float_cannot_hold_are_refused_with_their_row() {
 }
 
 #[test]
+fn a_number_of_a_sample_has_to_fit_a_float32_where_its_column_is_one() {
+    let zeros = || -> ArrayRef { Arc::new(Float64Array::from(vec![0.0, 0.0])) };
+    let whole = |x: f64| with_last([zeros(), Arc::new(Float64Array::from(vec![0.0, x]))]);
+    for x in [f32::MAX, f32::MIN, f32::INFINITY] {
+        assert_eq!(whole(f64::from(x)).unwrap().floats, [[x]]);
+    }
+    for x in [1e39, -1e39] {
+        says(whole(x), &["column 'x', row 3", "is too large for a float32"]);
+    }
+    // Integers of a later part of the data, too.
+    let mixed = |x: i64| with_last([zeros(), int64(&[0, x])]);
+    assert_eq!(mixed(1 << 24).unwrap().floats, [[16_777_216.0]]);
+    says(
+        mixed((1 << 24) + 1),
+        &["column 'x', row 3", "16777217 is an integer that a float cannot hold exactly"],
+    );
+}
+
+#[test]
 fn rows_that_are_appended_come_behind_those_that_are_there() {
     let one = |token: i64| batch(vec![("tokens", lists(&[&[token, token]])), ("loss_mask", lists(&[&[1]]))]);
     let mut rows = source(&[one(1)], &request()).unwrap();

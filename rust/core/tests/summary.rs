@@ -85,6 +85,11 @@ fn a_key_of_several_parts_goes_by_their_roles() {
     let two = Summary { key: vec![ids("run", &[1, 1]), ids("id", &[1, 2])], ..rows(&[(3, 2), (5, 0)]) };
     let key = ["group_index", "rollout_id"].map(str::to_owned).to_vec();
     assert_eq!(two.key_names(&Request { rollout_key: key.clone(), ..request() }), key);
+    // A key of one part is `rollout_id`, whatever it is called, and that of rows that are rollouts has no column.
+    let of_uid = Request { rollout_key: vec!["uid".to_owned()], ..request() };
+    let one = grouped(rows(&[(3, 2), (5, 0)]), &[1, 2], &[]);
+    assert_eq!(one.key_names(&of_uid), ["rollout_id"]);
+    assert!(rows(&[(3, 2)]).key_names(&of_uid).is_empty());
 }
 
 #[test]
