@@ -427,6 +427,12 @@ fn a_rollout_lies_in_one_group() {
     );
     assert!(read(&[batch(columns)], &request()).is_ok(), "groups are looked at only where asked for");
 
+    // Text is shown in quotes.
+    let text = |ids: [&str; 3]| -> ArrayRef { Arc::new(StringArray::from(ids.to_vec())) };
+    let mut columns = with("rollout_id", text(["a", "b", "a"]));
+    columns.push(("group_index", text(["x", "x", "y"])));
+    data_fault(columns, &with_groups(), "group_index", 2, &["rollout_id 'a' is in group 'y' here"]);
+
     // Also where the other group was seen earlier.
     let mut columns = with("rollout_id", int64(&[5, 6, 6]));
     columns.push(("group_index", int64(&[3, 4, 3])));
