@@ -87,15 +87,35 @@ def test_accumulation_steps(backend):
         gradient_factor(backend, **sizes, accumulation_steps=4)
     # Who sets the boundary has the loss divided by the configured 4 all the same.
     assert gradient_factor(backend, **sizes, accumulation_steps=4, own_accumulation_boundary=True) == 24
+    assert gradient_factor(backend, **sizes, accumulation_steps=1, own_accumulation_boundary=True) == 6
+    for steps in (0, -1):
+        with pytest.raises(rollpack.PlanError, match=f"accumulation_steps is {steps}; it has to be at least 1"):
+            gradient_factor(backend, **sizes, accumulation_steps=steps, own_accumulation_boundary=True)
+
+
+def test_a_reducer_that_sets_the_boundary_itself():
+    """One micro-batch of losses 1 under an Accelerate that divides by 4 all the same."""
+    table = EXAMPLES["four_samples"].table()
+    (batch,) = rollpack.pack(table, rollpack.plan(table, micro_batch_size=4))
+    ones = torch.ones(len(batch.tokens), dtype=torch.float64)
+    reducer = LossReducer(backend="accelerate", accumulation_steps=4, own_accumulation_boundary=True)
+    assert reducer(ones, batch).item() == pytest.approx(4.0, rel=1e-14)
+    with pytest.raises(rollpack.PlanError, match="steps 4, and this step has 1"):
+        LossReducer(backend="accelerate", accumulation_steps=4)(ones, batch)
 
 
 def test_wrong_arguments():
     sizes = {"dp_size": 2, "cp_size": 1, "num_micro_batches": 1}
-    with pytest.raises(rollpack.PlanError, match="backend is 'horovod'"):
+    names = (
+        "none, ddp, fsdp, accelerate, deepspeed, hf_trainer, hf_trainer_scaled, hf_trainer_num_items, megatron, "
+        "megatron_legacy, megatron_per_token"
+    )
+    with pytest.raises(rollpack.PlanError, match=f"^backend is 'horovod'; it has to be one of {names}$"):
         gradient_factor("horovod", **sizes)
     with pytest.raises(rollpack.PlanError, match="accumulation_steps= is for accelerate, deepspeed and hf_trainer"):
         gradient_factor("fsdp", **sizes, accumulation_steps=2)
     with pytest.raises(rollpack.PlanError, match="needs num_tokens"):
         gradient_factor("megatron_per_token", **sizes)
-    with pytest.raises(rollpack.PlanError, match="dp_size is 0"):
-        gradient_factor("ddp", dp_size=0, cp_size=1, num_micro_batches=1)
+    for name in ("dp_size", "cp_size", "num_micro_batches"):
+        with pytest.raises(rollpack.PlanError, match=f"^{name} is 0; it has to be at least 1"):
+            gradient_factor("ddp", **sizes | {name: 0})

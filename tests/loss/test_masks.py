@@ -31,13 +31,24 @@ def batches(**arguments):
     return [b.to("cpu") for b in rollpack.pack(table, plan, token_columns=["loss"])]
 
 
+@pytest.mark.parametrize("micro_batch_size", [1, 2])
 @pytest.mark.parametrize("mode", MODES)
-def test_current_denominators_by_hand(mode):
-    steps = batches(loss_aggregation=mode, divisor=10.0 if mode == "constant" else None)
+def test_current_denominators_by_hand(mode, micro_batch_size):
+    divisor = 10.0 if mode == "constant" else None
+    steps = batches(loss_aggregation=mode, divisor=divisor, micro_batch_size=micro_batch_size)
     reducer = LossReducer(denominators="current")
     reducer.set_masks(steps, [whole_masks(b) for b in steps], cut=False)
     loss = sum(reducer(b.columns["loss"].double(), b) for b in steps)
     assert loss.item() == pytest.approx(EXPECTED[mode], rel=1e-14)
+    # The same masks as this rank has them, of the token after each position.
+    shifted = [torch.tensor([x for row in b.rows.tolist() for x in [0, *NEW_MASKS[row], 0]]).bool() for b in steps]
+    reducer.set_masks(steps, shifted, cut=True)
+    loss = sum(reducer(b.columns["loss"].double(), b) for b in steps)
+    assert loss.item() == pytest.approx(EXPECTED[mode], rel=1e-14)
+    # What was not trained cannot be added.
+    reducer.set_masks(steps, [torch.ones_like(b.loss_mask) for b in steps], cut=True)
+    loss = sum(reducer(b.columns["loss"].double(), b) for b in steps)
+    assert loss.item() == pytest.approx(float(FOUR_SAMPLES.expected[mode]), rel=1e-14)
     # With all that was trained, they are the original ones.
     reducer.set_masks(steps, [b.loss_mask for b in steps], cut=True)
     loss = sum(reducer(b.columns["loss"].double(), b) for b in steps)

@@ -170,7 +170,32 @@ def test_the_backend_may_be_left_out_in_one_process_only():
         LossReducer(backend="fdsp")
 
 
+@pytest.fixture
+def group_of_one():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield torch.distributed.group.WORLD
+    torch.distributed.destroy_process_group()
+
+
+def test_a_process_that_is_alone_in_its_group_is_one_process(group_of_one):
+    (batch,) = micro_batches()
+    assert LossReducer()(torch.ones(len(batch.tokens)), batch).item() == pytest.approx(1.0)
+
+
+def test_changed_masks_of_ranks_that_are_not_in_the_group_are_refused(group_of_one):
+    """The sums of their rollouts would be those of this rank alone."""
+    reducer = LossReducer(backend="ddp", mesh=group_of_one, denominators="current")
+    batch, _ = micro_batches(dp_size=2)
+    with pytest.raises(rollpack.PlanError, match="the process group has 1 ranks, and the plan is for dp 2 x cp 1"):
+        reducer.set_masks([batch], [torch.from_numpy(batch.loss_mask)], cut=True)
+    reducer = LossReducer(backend="ddp", mesh=group_of_one)
+    with pytest.raises(rollpack.PlanError, match="the process group has 1 ranks, and the plan is for dp 2 x cp 1"):
+        reducer(torch.ones(len(batch.tokens)), batch)
+
+
 def test_wrong_arguments_are_told():
+    with pytest.raises(TypeError, match="mesh is a int; it has to be a DeviceMesh or a process group"):
+        LossReducer(mesh=8)
     (batch,) = micro_batches()
     size = len(batch.tokens)
     for wrong in (torch.zeros(size + 1), torch.zeros(1, size), torch.zeros(())):
@@ -178,8 +203,10 @@ def test_wrong_arguments_are_told():
             LossReducer()(wrong, batch)
     with pytest.raises(rollpack.RollpackError, match="floating"):
         LossReducer()(torch.zeros(size, dtype=torch.int64), batch)
-    with pytest.raises(rollpack.RollpackError, match="has to be bool"):
+    with pytest.raises(rollpack.RollpackError, match="^loss_mask is torch.float32 .* has to be bool"):
         LossReducer()(torch.zeros(size), batch, loss_mask=torch.ones(size))
+    with pytest.raises(TypeError, match="^token_loss is a ndarray; it has to be a torch tensor"):
+        LossReducer()(np.zeros(size), batch)
 
 
 def test_loss_and_count_for_megatron_per_token():
@@ -232,7 +259,8 @@ def test_micro_batches_and_reducers_can_be_sent_to_other_processes():
     again = pickle.loads(pickle.dumps(batch))
     np.testing.assert_array_equal(again.tokens, batch.tokens)
     reducer = copy.deepcopy(LossReducer(backend="accelerate", accumulation_steps=1))
-    assert reducer(torch.ones(len(again.tokens)), again).item() == pytest.approx(1.0)
+    for same in (again, again.to("cpu")):
+        assert reducer(torch.ones(len(same.tokens)), same).item() == pytest.approx(1.0)
 
 
 # --- the pure functions, for those who bring their own batches
@@ -302,9 +330,46 @@ def test_the_pure_functions_tell_what_is_wrong():
         token_weights(torch.ones(2), torch.zeros(2, dtype=torch.int64), torch.ones(1))
     with pytest.raises(rollpack.RollpackError, match="loss_mask has 2 positions and segment_ids 3"):
         token_weights(torch.ones(2, dtype=torch.bool), torch.zeros(3, dtype=torch.int64), torch.ones(1))
-    with pytest.raises(rollpack.RollpackError, match="token_loss has 2 positions and the weights 3"):
-        weighted_sum(torch.ones(2), torch.ones(3))
-    with pytest.raises(rollpack.RollpackError, match=r"token_loss has shape \[1, 2\]"):
-        weighted_sum(torch.ones(1, 2), torch.ones(2))
-    with pytest.raises(TypeError, match="token_loss is a ndarray"):
-        weighted_sum(np.ones(2), torch.ones(2))
+    parts = {"loss_mask": torch.ones(2).bool(), "segment_ids": torch.zeros(2).long(), "sample_weights": torch.ones(1)}
+    for name, right in parts.items():
+        with pytest.raises(rollpack.RollpackError, match=rf"^{name} has shape \[1, {len(right)}\]; .* one dimension"):
+            token_weights(**parts | {name: right[None]})
+        with pytest.raises(TypeError, match=f"^{name} is a ndarray; it has to be a torch tensor"):
+            token_weights(**parts | {name: right.numpy()})
+    for name, function in (("token_loss", weighted_sum), ("advantages", scale_advantages)):
+        with pytest.raises(rollpack.RollpackError, match=f"^{name} has 2 positions and the weights 3"):
+            function(torch.ones(2), torch.ones(3))
+        with pytest.raises(rollpack.RollpackError, match=rf"^{name} has shape \[1, 2\]"):
+            function(torch.ones(1, 2), torch.ones(2))
+        with pytest.raises(rollpack.RollpackError, match=r"^weights has shape \[1, 2\]"):
+            function(torch.ones(2), torch.ones(1, 2))
+        with pytest.raises(rollpack.RollpackError, match=f"^{name} is torch.int64; it has to be floating"):
+            function(torch.ones(2).long(), torch.ones(2))
+        with pytest.raises(TypeError, match=f"^{name} is a ndarray"):
+            function(np.ones(2), torch.ones(2))
+
+
+@pytest.mark.parametrize("of_loss", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of_weights", [torch.float64, torch.float32])
+def test_the_sum_has_the_accumulation_dtype_of_the_loss(of_loss, of_weights):
+    loss = torch.tensor([2.0, 4.0], dtype=of_loss, requires_grad=True)
+    total = weighted_sum(loss, torch.tensor([0.5, 0.25], dtype=of_weights))
+    assert (total.dtype, total.item()) == (torch.float64 if of_loss == torch.float64 else torch.float32, 2.0)
+    total.backward()
+    assert (loss.grad.dtype, loss.grad.tolist()) == (of_loss, [0.5, 0.25])
+
+
+def test_weights_may_need_a_gradient_themselves():
+    loss = torch.tensor([2.0, math.nan, 4.0], requires_grad=True)
+    weights = torch.tensor([0.5, 0.0, 0.25], requires_grad=True)
+    total = weighted_sum(loss, weights)
+    assert total.item() == 2.0
+    total.backward()
+    assert loss.grad.tolist() == [0.5, 0.0, 0.25]
+    assert weights.grad.tolist() == [2.0, 0.0, 4.0]
+
+
+def test_an_infinite_gradient_from_above_leaves_untrained_positions_at_zero():
+    loss = torch.tensor([2.0, 3.0], requires_grad=True)
+    (weighted_sum(loss, torch.tensor([0.5, 0.0])) * math.inf).backward()
+    assert loss.grad.tolist() == [math.inf, 0.0]

@@ -89,13 +89,11 @@ def mode_weights(micro_batch: MicroBatch[Any], mode: str) -> Any:
         return micro_batch.sample_weights
     if mode in micro_batch.mode_weights:
         return micro_batch.mode_weights[mode]
-    prompts = micro_batch.prompt_mask_sums
+    # The mask sums of prompt groups are there only where prompt_mean was planned.
     return sample_weights(
         mode,
         rollout_mask_sums=host_array(micro_batch.rollout_mask_sums),
-        prompt_mask_sums=None if prompts is None else host_array(prompts),
         num_rollouts=micro_batch.num_rollouts,
-        num_prompts=micro_batch.num_prompts,
         num_tokens=micro_batch.num_tokens,
     )
 

@@ -6,7 +6,7 @@ mod common;
 use std::sync::Arc;
 
 use arrow_array::cast::AsArray;
-use arrow_array::types::{Int8Type, Int64Type};
+use arrow_array::types::{Float64Type, Int8Type, Int64Type};
 use arrow_array::{
     Array, ArrayRef, BinaryArray, BooleanArray, DictionaryArray, FixedSizeBinaryArray, FixedSizeListArray,
     Float64Array, Int32Array, Int64Array, LargeStringArray, ListArray, NullArray, RecordBatch, StringArray,
@@ -426,6 +426,12 @@ fn a_rollout_lies_in_one_group() {
         ],
     );
     assert!(read(&[batch(columns)], &request()).is_ok(), "groups are looked at only where asked for");
+
+    // Text is shown in quotes.
+    let text = |ids: [&str; 3]| -> ArrayRef { Arc::new(StringArray::from(ids.to_vec())) };
+    let mut columns = with("rollout_id", text(["a", "b", "a"]));
+    columns.push(("group_index", text(["x", "x", "y"])));
+    data_fault(columns, &with_groups(), "group_index", 2, &["rollout_id 'a' is in group 'y' here"]);
 
     // Also where the other group was seen earlier.
     let mut columns = with("rollout_id", int64(&[5, 6, 6]));
@@ -934,6 +940,146 @@ fn a_summary_goes_to_arrow_and_back() {
 }
 
 // For all input
+
+#[test]
+fn a_mask_of_something_else_is_asked_about() {
+    let hint = "; are these advantages or log-probabilities?";
+    for (value, hinted) in [(-1.0, true), (0.5, true), (-0.25, true), (2.0, false), (7.0, false)] {
+        let masks = ListArray::from_iter_primitive::<Float64Type, _, _>([
+            Some(vec![Some(1.0)]),
+            Some(vec![Some(0.0), Some(value)]),
+            Some(vec![Some(1.0), Some(-0.0), Some(1.0)]),
+        ]);
+        let error = says(
+            read(&[batch(with("loss_mask", Arc::new(masks)))], &request()),
+            &["row 1: the value at position 1 is", "and a mask holds only 0 and 1"],
+        );
+        assert_eq!(error.to_string().ends_with(hint), hinted, "{error}");
+    }
+}
+
+#[test]
+fn ids_keep_one_type_over_all_batches() {
+    let rows = |n: usize, ids: ArrayRef| {
+        let tokens = vec![[1_i64, 2]; n];
+        batch(vec![
+            ("tokens", lists(&tokens.iter().map(<[i64; 2]>::as_slice).collect::<Vec<_>>())),
+            ("loss_mask", lists(&vec![&[1_i64][..]; n])),
+            ("rollout_id", Arc::clone(&ids)),
+            ("group_index", ids),
+        ])
+    };
+    let strings = |values: &[&str]| -> ArrayRef { Arc::new(StringArray::from(values.to_vec())) };
+    for request in [request(), with_groups()] {
+        let mixed = [rows(1, int64(&[1])), rows(1, strings(&["1"]))];
+        let error = says(read(&mixed, &request), &["has type Utf8 here and Int64 before", "cast"]);
+        assert!(matches!(error, Error::Schema { column, .. } if column == "rollout_id"));
+        // A batch without rows has no ids: its type says nothing.
+        let empty =
+            [rows(0, strings(&[])), rows(2, int64(&[1, 2])), rows(0, strings(&[])), rows(1, int64(&[3]))];
+        let summary = read(&empty, &request).unwrap();
+        assert_eq!(summary.key[0].values.as_primitive::<Int64Type>().values().to_vec(), [1, 2, 3]);
+    }
+}
+
+#[test]
+fn ids_are_those_of_the_rows_that_are_in_order() {
+    let mut columns = with("loss_mask", lists(&[&[9], &[0, 1], &[1, 0, 1]]));
+    columns.push(("group_index", int64(&[3, 4, 5])));
+    let (summary, found) = inspect(&[batch(columns)], &with_groups());
+    assert_eq!((found.len(), summary.row.to_vec()), (1, vec![1, 2]));
+    assert_eq!(summary.key[0].values.as_primitive::<Int64Type>().values().to_vec(), [6, 7]);
+    assert_eq!(summary.group[0].values.as_primitive::<Int64Type>().values().to_vec(), [4, 5]);
+}
+
+#[test]
+fn rows_whose_id_is_null_are_in_no_rollout_together() {
+    // Were the nulls one rollout, rows 0 and 1 would lie in two groups.
+    let nulls: ArrayRef = Arc::new(Int64Array::from(vec![None, None, Some(1)]));
+    let mut columns = with("rollout_id", nulls.clone());
+    columns.push(("group_index", int64(&[0, 1, 1])));
+    let is_null = |found: &[Error], column: &str| {
+        let places: Vec<_> = found.iter().map(Error::to_string).collect();
+        let wanted = [0, 1].map(|row| format!("column '{column}', row {row}: is null"));
+        assert_eq!(places.len(), 2, "{places:?}");
+        assert!(places.iter().zip(&wanted).all(|(text, start)| text.starts_with(start)), "{places:?}");
+    };
+    is_null(&inspect(&[batch(columns)], &with_groups()).1, "rollout_id");
+    // Also where it is a part of the key that is null.
+    for key in [["run", "rollout_id"], ["rollout_id", "run"]] {
+        let mut columns = with("rollout_id", int64(&[5, 5, 5]));
+        columns.extend([("run", nulls.clone()), ("group_index", int64(&[0, 1, 1]))]);
+        let of_runs = Request { rollout_key: key.map(str::to_owned).to_vec(), ..with_groups() };
+        is_null(&inspect(&[batch(columns)], &of_runs).1, "run");
+    }
+}
+
+#[test]
+fn each_row_is_a_rollout_only_where_the_key_is_rollout_id_alone() {
+    let plain = batch(without("rollout_id"));
+    assert!(read(std::slice::from_ref(&plain), &request()).unwrap().key.is_empty());
+    for (key, missing) in [(&["uid"][..], "uid"), (&["response_length", "rollout_id"], "rollout_id")] {
+        let asked = Request { rollout_key: key.iter().map(|k| (*k).to_owned()).collect(), ..request() };
+        let error = says(read(std::slice::from_ref(&plain), &asked), &[]);
+        assert!(matches!(&error, Error::Schema { column, .. } if column == missing), "{error:?}");
+    }
+}
+
+/// The faults of tokens, as `inspect` collects them: (row, text).
+fn token_faults(batches: &[RecordBatch]) -> Vec<String> {
+    let faults = inspect(batches, &request()).1;
+    assert!(
+        faults.iter().all(|f| matches!(f, Error::Data { column, .. } if column == "tokens")),
+        "{faults:?}"
+    );
+    faults.iter().map(Error::to_string).collect()
+}
+
+#[test]
+fn a_token_below_0_may_be_anywhere_but_where_it_is_trained() {
+    let columns = |tokens: &[&[i64]], masks: &[&[i64]]| {
+        batch(vec![("tokens", lists(tokens)), ("loss_mask", lists(masks))])
+    };
+    let batches = [
+        columns(&[&[1, 2]], &[&[1]]),
+        columns(
+            // In the prompt and where the mask is 0; where it is 1; in a prompt as long as the mask; a response that is all.
+            &[&[-1, 5, -2, 6], &[5, 6, -3, 7], &[-1, -1, 4, 4], &[-5, -6]],
+            &[&[0, 0, 1], &[1, 1, 0], &[1, 1], &[0, 1]],
+        ),
+    ];
+    assert_eq!(
+        token_faults(&batches),
+        [
+            "column 'tokens', row 2: the value at position 2 is -3, and a trained token has to be from 0 to 2147483647",
+            "column 'tokens', row 4: the value at position 1 is -6, and a trained token has to be from 0 to 2147483647",
+        ]
+    );
+    // Without a mask all of the response is trained.
+    let whole = batch(vec![("tokens", lists(&[&[-1, 2], &[-1, -2]])), ("response_length", int64(&[1, 1]))]);
+    assert_eq!(
+        token_faults(&[whole]),
+        [
+            "column 'tokens', row 1: the value at position 1 is -2, and a trained token has to be from 0 to 2147483647"
+        ]
+    );
+}
+
+#[test]
+fn a_token_that_int32_cannot_hold_is_found_where_all_faults_are() {
+    let (most, least) = (i64::from(i32::MAX), i64::from(i32::MIN));
+    let tokens = lists(&[&[1, most], &[least, most, 3], &[7, most + 1, 3], &[least - 1, 2]]);
+    let whole = batch(vec![("tokens", tokens), ("loss_mask", lists(&[&[1], &[0, 0], &[0, 0], &[1]]))]);
+    assert_eq!(
+        token_faults(std::slice::from_ref(&whole)),
+        [
+            "column 'tokens', row 2: the value at position 1 is 2147483648, and tokens have to fit an int32",
+            "column 'tokens', row 3: the value at position 0 is -2147483649, and tokens have to fit an int32",
+        ]
+    );
+    // To plan, tokens are not looked at: packing sees each of them and asks then.
+    assert_eq!(read(&[whole], &request()).unwrap().mask_sum, [1, 0, 0, 1]);
+}
 
 proptest! {
     #![proptest_config(cases(200))]

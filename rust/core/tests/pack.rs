@@ -677,3 +677,90 @@ fn work_is_that_of_padded_sequences() {
         says(work(&lengths, &outside, &whole), &["offsets of micro-batches have to rise"]);
     }
 }
+
+// What is wrong with a value is told, with its row in the whole data
+
+#[test]
+fn a_trained_label_that_int32_cannot_hold_is_refused_on_the_rank_of_its_logit() {
+    // Rank 0 holds positions 0, 1, 6 and 7, and the logit of token 6 is on rank 1.
+    let zigzag = cut(2, Layout::Zigzag);
+    for rank in [0, 1] {
+        let packed = tokens_of(lists(&[&[1, 2, 3, 4, 5, 6, 1 << 31, 8]]), &[&[1, 1]], &zigzag, rank);
+        says(packed, &["row 0", "position 6 is 2147483648", "fit an int32"]);
+    }
+}
+
+#[test]
+fn a_number_over_float32_is_refused_and_an_infinity_is_not() {
+    let most = f64::from(f32::MAX);
+    let data = |x: f64, infinite: f64| {
+        let rows = [[Some(1.0), Some(2.0)], [Some(x), Some(infinite)]].map(|row| Some(row.to_vec()));
+        let lists_of_x: ArrayRef = Arc::new(ListArray::from_iter_primitive::<Float64Type, _, _>(rows));
+        batch(vec![
+            ("tokens", lists(&[&[1, 2, 3], &[1, 2, 3]])),
+            ("loss_mask", lists(&[&[1, 1], &[1, 1]])),
+            ("x", lists_of_x),
+        ])
+    };
+    let packed = |x, infinite| {
+        packed_with(&[data(x, infinite)], &carrying(&["x"], &[]), &[0, 1], &cut(1, Layout::Zigzag), 0)
+    };
+    let column = |x, infinite| packed(x, infinite).unwrap().columns[0].clone();
+    assert_eq!(column(most, f64::INFINITY), [1.0, 2.0, 0.0, f32::MAX, f32::INFINITY, 0.0]);
+    assert_eq!(column(-most, f64::NEG_INFINITY), [1.0, 2.0, 0.0, f32::MIN, f32::NEG_INFINITY, 0.0]);
+    for (x, other) in [(1e39, 0.0), (-1e39, 0.0), (0.0, 1e39), (1e39, f64::INFINITY)] {
+        says(packed(x, other), &["column 'x', row 1", "too large for a float32"]);
+    }
+}
+
+/// Two batches of two rows, of which the last has `value` in column `x`.
+fn with_last(values: [ArrayRef; 2]) -> Result<Packed> {
+    let batches = values.map(|x| {
+        batch(vec![("tokens", lists(&[&[1, 2], &[3, 4]])), ("loss_mask", lists(&[&[1], &[1]])), ("x", x)])
+    });
+    packed_with(&batches, &carrying(&[], &["x"]), &[3], &cut(1, Layout::Zigzag), 0)
+}
+
+#[test]
+fn integers_of_a_sample_that_a_float_cannot_hold_are_refused_with_their_row() {
+    let whole = |x: i64| with_last([int64(&[0, 0]), int64(&[0, x])]);
+    assert_eq!(whole(1 << 53).unwrap().doubles, [[9_007_199_254_740_992.0]]);
+    assert_eq!(whole(-(1 << 53)).unwrap().doubles, [[-9_007_199_254_740_992.0]]);
+    for x in [(1 << 53) + 1, -(1 << 53) - 1] {
+        let text = format!("{x} is an integer that a float cannot hold exactly");
+        says(whole(x), &["column 'x', row 3", &text]);
+    }
+}
+
+#[test]
+fn a_number_of_a_sample_has_to_fit_a_float32_where_its_column_is_one() {
+    let zeros = || -> ArrayRef { Arc::new(Float64Array::from(vec![0.0, 0.0])) };
+    let whole = |x: f64| with_last([zeros(), Arc::new(Float64Array::from(vec![0.0, x]))]);
+    for x in [f32::MAX, f32::MIN, f32::INFINITY] {
+        assert_eq!(whole(f64::from(x)).unwrap().floats, [[x]]);
+    }
+    for x in [1e39, -1e39] {
+        says(whole(x), &["column 'x', row 3", "is too large for a float32"]);
+    }
+    // Integers of a later part of the data, too.
+    let mixed = |x: i64| with_last([zeros(), int64(&[0, x])]);
+    assert_eq!(mixed(1 << 24).unwrap().floats, [[16_777_216.0]]);
+    says(
+        mixed((1 << 24) + 1),
+        &["column 'x', row 3", "16777217 is an integer that a float cannot hold exactly"],
+    );
+}
+
+#[test]
+fn rows_that_are_appended_come_behind_those_that_are_there() {
+    let one = |token: i64| batch(vec![("tokens", lists(&[&[token, token]])), ("loss_mask", lists(&[&[1]]))]);
+    let mut rows = source(&[one(1)], &request()).unwrap();
+    // Of others too, the second batch begins where the first ends.
+    rows.append(&source(&[one(2), one(3)], &request()).unwrap());
+    rows.append(&source(&[one(4)], &request()).unwrap());
+    assert_eq!(rows.num_rows(), 4);
+    let lengths =
+        Lengths { rows: vec![3, 1, 2, 0], total: vec![2; 4], response: vec![1; 4], sums: vec![1; 4] };
+    let packed = filled(&rows, &lengths, &cut(1, Layout::Zigzag), 0).unwrap();
+    assert_eq!(packed.tokens, [4, 4, 2, 2, 3, 3, 1, 1]);
+}

@@ -240,6 +240,7 @@ fn whole_units_are_on_one_rank() {
         &["group 1", "between steps 0 and 1", "keep_together='group' needs whole groups"],
     );
     assert_eq!(Keep::parse("rollout"), Ok(Keep::Rollouts));
+    assert_eq!(Keep::parse("group"), Ok(Keep::Groups));
     plan_error(Keep::parse("prompt"), &["keep_together is 'prompt'", "group, rollout or None"]);
 }
 
@@ -847,4 +848,16 @@ proptest! {
         prop_assert!(plan.fill > 0.0 && plan.fill <= 1.0);
         prop_assert!(plan.imbalance >= 1.0 - 1e-12);
     }
+}
+
+/// Micro-batches of 4, 1 and no trained tokens: the mean is over the two that have some.
+#[test]
+fn token_mean_legacy_counts_micro_batches_with_trained_tokens() {
+    let legacy = Options { mode: Mode::TokenMeanLegacy, ..options(10) };
+    let made = plan(&rows(&[(10, 4), (10, 1), (10, 0)]), &legacy).unwrap();
+    assert_eq!(made.steps[0].num_micro_batches, 3);
+    assert_eq!(weights(&made), BTreeMap::from([(0, 1.0 / 8.0), (1, 1.0 / 2.0), (2, 0.0)]));
+    // Two samples in one micro-batch share its tokens.
+    let made = plan(&rows(&[(5, 4), (5, 1)]), &legacy).unwrap();
+    assert_eq!(weights(&made), BTreeMap::from([(0, 1.0 / 5.0), (1, 1.0 / 5.0)]));
 }

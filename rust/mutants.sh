@@ -1,0 +1,24 @@
+#!/usr/bin/env bash
+# Mutation testing of the core: rust/mutants.sh weights cut, or all files without names. Needs `cargo install cargo-mutants`.
+# Each file is held against the tests that are about it, built without optimisation: two or three seconds a mutant.
+# What it showed is in python/docs/mutants.md.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export CARGO_TARGET_DIR="$PWD/target/mutants" CARGO_PROFILE_TEST_OPT_LEVEL=0 CARGO_PROFILE_TEST_DEBUG=0
+export PROPTEST_CASES="${PROPTEST_CASES:-30}"
+
+declare -A tests=(
+    [arrays]="--test=check --test=pack" [balance]="--test=bins_and_balance --test=plan" [bins]="--test=bins_and_balance --lib"
+    [check]="--test=check" [columns]="--test=check" [cost]="--test=plan" [cut]="--test=cut" [error]="--test=check"
+    [ids]="--test=check --test=plan" [keep]="--test=plan" [left]="--test=bins_and_balance --test=plan"
+    [lockstep]="--test=bins_and_balance --test=plan" [online]="--test=online" [pack]="--test=pack" [plan]="--test=plan"
+    [steps]="--test=steps" [summary]="--test=check --test=plan" [swaps]="--test=bins_and_balance --test=plan"
+    [weights]="--test=weights"
+)
+[ $# -gt 0 ] || set -- "${!tests[@]}"
+for file; do
+    read -ra chosen <<< "${tests[$file]}"
+    # Status 2 is: some live.
+    cargo mutants -p rollpack-core -f "rust/core/src/$file.rs" --timeout 120 --no-shuffle -o "target/mutants/$file" \
+        "${chosen[@]/#/--cargo-arg=}" || [ $? = 2 ]
+done
