@@ -8,11 +8,11 @@ export CARGO_TARGET_DIR="$PWD/target/mutants" CARGO_PROFILE_TEST_OPT_LEVEL=0 CAR
 export PROPTEST_CASES="${PROPTEST_CASES:-30}"
 
 declare -A tests=(
-    [arrays]="--test=check --test=pack" [balance]="--test=bins_and_balance --test=plan" [bins]="--test=bins_and_balance --lib"
+    [arrays]="--test=check --test=pack" [carry]="--test=pack" [rows]="--test=pack" [balance]="--test=bins_and_balance --test=plan" [bins]="--test=bins_and_balance --lib"
     [check]="--test=check" [columns]="--test=check" [cost]="--test=plan" [cut]="--test=cut" [error]="--test=check"
-    [ids]="--test=check --test=plan" [keep]="--test=plan" [left]="--test=bins_and_balance --test=plan"
+    [ids]="--test=check" [partition]="--test=bins_and_balance" [waits]="--test=plan" [keep]="--test=plan" [left]="--test=bins_and_balance --test=plan"
     [lockstep]="--test=bins_and_balance --test=plan" [online]="--test=online" [pack]="--test=pack" [plan]="--test=plan"
-    [steps]="--test=steps" [summary]="--test=check --test=plan" [swaps]="--test=bins_and_balance --test=plan"
+    [steps]="--test=steps" [summary]="--test=summary --test=check" [swaps]="--test=bins_and_balance --test=plan"
     [weights]="--test=weights"
 )
 [ $# -gt 0 ] || set -- "${!tests[@]}"
