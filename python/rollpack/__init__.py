@@ -4,6 +4,9 @@ One way through, each verb usable alone: :func:`summarize`, :func:`plan`, :func:
 reducer. Importing rollpack needs neither torch nor a GPU.
 """
 
+import warnings as _warnings
+
+from rollpack import _core
 from rollpack._errors import DataError, PlanError, RollpackError, SchemaError
 from rollpack.cost import CostModel
 from rollpack.online import pack_online
@@ -16,6 +19,14 @@ from rollpack.summary import Summary, summarize
 from rollpack.weights import sample_weights
 
 __version__ = "0.1.0"
+
+if _core.DEBUG:
+    _warnings.warn(
+        "this is a debug build of rollpack, many times slower than a release: build with `maturin develop --release`, or "
+        "install a wheel",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 __all__ = [
     "CostModel",

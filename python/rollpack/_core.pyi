@@ -7,7 +7,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-__all__ = ["Online", "Options", "Planning", "Rows", "inspect", "plan", "sample_weights", "summarize", "work"]
+__all__ = ["DEBUG", "Online", "Options", "Planning", "Rows", "inspect", "plan", "sample_weights", "summarize", "work"]
+
+DEBUG: bool
 
 _Ints: TypeAlias = npt.NDArray[np.int64]
 _Cut: TypeAlias = tuple[int, str, int, int]

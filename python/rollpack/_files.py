@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from rollpack._errors import DataError
 
 def _beside(path: Path) -> Path:
     """A name for what will become ``path``: in the same folder, so that the last step is one rename."""
-    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    return path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
 
 
 def check_place(path: Path) -> None:

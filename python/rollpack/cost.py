@@ -12,6 +12,9 @@ class CostModel(NamedTuple):
     """A sample of s padded tokens costs ``linear * s + quadratic * s * s``; both are integers of at least 0.
 
     Pass a model's FLOPs per token and per token pair to balance by them.
+
+    >>> CostModel.of_transformer(layers=1, hidden=8, heads=2, ffn=16, vocab=100)
+    CostModel(linear=8640, quadratic=48)
     """
 
     linear: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -270,6 +269,8 @@ class Packer:
         if num_threads == 1:
             yield from map(packed, wanted)
             return
+        from concurrent.futures import ThreadPoolExecutor  # with logging and more, a tenth of `import rollpack`
+
         # A pool of this call alone: threads of a global one would be missing in a forked child.
         with ThreadPoolExecutor(num_threads) as pool:
             ahead = deque(pool.submit(packed, index) for index in wanted[:num_threads])

@@ -251,6 +251,9 @@ def summarize(
         SchemaError: a column is missing or has a type that cannot be read.
         DataError: a value is wrong (it names column, row and value), or there is no row at all.
         RollpackError: ``source`` or ``groups`` is none of the above.
+
+    >>> pa.table(summarize({"tokens": [[7, 1, 2], [7, 3]], "loss_mask": [[1, 0], [1]]})).to_pydict()
+    {'row': [0, 1], 'total_length': [3, 2], 'response_length': [2, 1], 'mask_sum': [1, 1], 'rollout_id': [0, 1]}
     """
     name = _source_name(source)
     group_key = _group_key(groups, source)

@@ -45,6 +45,11 @@ def sample_weights(
 
     Raises:
         PlanError: something is missing, negative or does not go together.
+
+    Two samples of one rollout, with 2 and 3 trained tokens, and one of another:
+
+    >>> sample_weights("sample_mean", rollout_mask_sums=[5, 5, 1], num_rollouts=2).tolist()
+    [0.1, 0.1, 0.5]
     """
     rollouts, prompts = _int64("rollout_mask_sums", rollout_mask_sums), _int64("prompt_mask_sums", prompt_mask_sums)
     given = rollouts if rollouts is not None else prompts

@@ -61,8 +61,27 @@ def test_importing_rollpack_imports_neither_torch_nor_what_needs_it():
     modules = set(run.stdout.split())
     assert "rollpack._core" in modules
     optional = ("torch", "polars", "duckdb", "datasets", "rollpack.torch", "rollpack.testing")
+    optional += ("ray", "pandas", "matplotlib", "jinja2", "tqdm", "logging")
     optional += ("rollpack.integrations", "rollpack.examples", "rollpack.cli")
     assert not [name for name in modules for taken in optional if name == taken or name.startswith(taken + ".")]
+
+
+def test_a_debug_build_says_so_when_it_is_imported():
+    script = """
+import importlib, warnings
+warnings.simplefilter("ignore")  # this build may be one
+import rollpack
+for rollpack._core.DEBUG in (True, False):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        importlib.reload(rollpack)
+    print(*(f"{warning.category.__name__}: {warning.message}" for warning in caught))
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    said, nothing = run.stdout.splitlines()
+    assert said.startswith("RuntimeWarning: this is a debug build of rollpack")
+    assert "maturin develop --release" in said
+    assert nothing == ""
 
 
 def test_the_main_road_needs_no_torch(tmp_path):

@@ -69,6 +69,9 @@ def gradient_factor(
 
     Raises:
         PlanError: an unknown backend, a missing or needless argument, or a G that differs from K.
+
+    >>> [gradient_factor(name, dp_size=4, cp_size=2, num_micro_batches=3) for name in ("none", "fsdp", "megatron")]
+    [1, 8, 24]
     """
     sizes = {"dp_size": dp_size, "cp_size": cp_size, "num_micro_batches": num_micro_batches}
     for name, size in sizes.items():

@@ -24,6 +24,10 @@ def token_weights(loss_mask: torch.Tensor, segment_ids: torch.Tensor, sample_wei
 
     Returns:
         [T], dtype and device of ``sample_weights``.
+
+    >>> mask, segments = torch.tensor([True, False, True, False]), torch.tensor([0, 0, 1, -1])
+    >>> token_weights(mask, segments, torch.tensor([0.5, 0.25])).tolist()
+    [0.5, 0.0, 0.25, 0.0]
     """
     for name, tensor in (("loss_mask", loss_mask), ("segment_ids", segment_ids), ("sample_weights", sample_weights)):
         one_dimension(name, tensor)

@@ -423,8 +423,13 @@ fn sample_weights<'py>(
         .map_err(|e| raise(py, &e))
 }
 
-#[pymodule]
+// Nothing here relies on the GIL: what Python shares is frozen, or borrowed for a call.
+#[pymodule(gil_used = false)]
 mod _core {
+    /// Whether this is a debug build.
+    #[pymodule_export]
+    const DEBUG: bool = cfg!(debug_assertions);
+
     #[pymodule_export]
     use super::{Online, PlanOptions, Planning, Rows, inspect, make_plan, sample_weights, summarize, work};
 }
