@@ -1,4 +1,4 @@
-"""What other trainers' mode names mean: the one table that ``plan``, the adapters, the README and the tests go by.
+"""What other trainers' mode names mean: the one table that ``plan``, the adapters, the page on trainers and the tests go by.
 
 A name also says what the units are and which of them count, so it is for planning. The plan is of a mode of ours:
 micro-batches, reducers and ``sample_weights`` know no other.

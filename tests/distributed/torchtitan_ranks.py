@@ -1,4 +1,4 @@
-"""Runs in the environment of torchtitan: its loss beside ours, and the README's lines in its place, in real processes.
+"""Runs in the environment of torchtitan: its loss beside ours, and the documented lines in its place, in real processes.
 
     python torchtitan_ranks.py RESULT
 
@@ -29,9 +29,11 @@ ROOT = Path(__file__).parents[2]
 CUTS = [Cut(2, 1, "zigzag", 64), Cut(1, 2, "zigzag", 64), Cut(2, 2, "contiguous", 160)]
 
 
-def readme_loss():
-    """``RolloutLoss``, as the README has it."""
-    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), flags=re.MULTILINE | re.DOTALL)
+def loss_of_the_page():
+    """``RolloutLoss``, as the page on trainers has it."""
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", (ROOT / "python" / "docs" / "trainers.md").read_text(), flags=re.MULTILINE | re.DOTALL
+    )
     (text,) = [block for block in blocks if "class RolloutLoss" in block]
     names = {"LossReducer": LossReducer, "token_logprobs": token_logprobs}
     exec(text, names)
@@ -39,8 +41,8 @@ def readme_loss():
 
 
 def as_base_loss():
-    """The README's class as a loss of torchtitan: a BaseLoss whose call takes what torchtitan passes."""
-    ours = readme_loss()
+    """The page's class as a loss of torchtitan: a BaseLoss whose call takes what torchtitan passes."""
+    ours = loss_of_the_page()
     theirs = list(inspect.signature(BaseLoss.__call__).parameters)
     assert list(inspect.signature(ours.__call__).parameters)[: len(theirs) - 1] == theirs[:-1], theirs
 

@@ -2,7 +2,7 @@
 
 One real batch (``../shared/data``: 200 rows of 50 prompts) in float64. A number is max|w - w0| / max|w0| over all tokens: w
 is the gradient that the optimizer gets with respect to the token losses, w0 what the formula in the table of names gives.
-Prints the tables of the README.
+Prints the tables of python/docs/trainers.md.
 """
 
 import json

@@ -102,19 +102,19 @@ def test_an_adapter_is_imported_without_its_trainer(name):
     importlib.import_module(f"rollpack.integrations.{name}")
 
 
-README = (HERE.parents[1] / "README.md").read_text()
-SNIPPETS = re.findall(r"^```python\n(# (\w+) (\d[\d.]*)\n.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+PAGE = (HERE.parents[1] / "python" / "docs" / "trainers.md").read_text()
+SNIPPETS = re.findall(r"^```python\n(# (\w+) (\d[\d.]*)\n.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.parametrize(("text", "name", "version"), SNIPPETS[1:], ids=[name for _, name, _ in SNIPPETS[1:]])
-def test_snippets_of_the_readme(tmp_path, text, name, version):
+def test_snippets_of_the_page(tmp_path, text, name, version):
     assert f"{name}=={version}" == PACKAGES[name][0]
     (tmp_path / "snippet.py").write_text(text)
     run(name, tmp_path / "snippet.py", cwd=tmp_path)
 
 
-def test_verl_imports_the_module_of_the_readme(tmp_path, monkeypatch):
-    """As its workers do, by the flag that the README gives."""
+def test_verl_imports_the_module_of_the_page(tmp_path, monkeypatch):
+    """As its workers do, by the flag that the page gives."""
     text, name, _ = SNIPPETS[0]
     assert name == "verl"
     (tmp_path / "my_losses.py").write_text(text)

@@ -1,4 +1,4 @@
-"""The README's lines for Accelerate and FSDP2, by torchrun: two processes come to the weights of one."""
+"""The documented lines for Accelerate and FSDP2, by torchrun: two processes come to the weights of one."""
 
 import os
 import re
@@ -12,8 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md").read_text() + (ROOT / "python" / "docs" / "trainers.md").read_text()
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGES, flags=re.MULTILINE | re.DOTALL)
 
 BEFORE = """
 import os

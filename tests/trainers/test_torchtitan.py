@@ -1,4 +1,4 @@
-"""torchtitan: the README's loss in the place of its own, with its own way of summing gradients, in real processes."""
+"""torchtitan: the documented loss in the place of its own, with its own way of summing gradients, in real processes."""
 
 import json
 import os
