@@ -49,7 +49,9 @@ def faults(where, value, module, owner=None):
     if not doc:
         yield f"{where}: no docstring"
     function = value.__init__ if inspect.isclass(value) else value
-    parameters = set(inspect.signature(function).parameters) - {"self", "args", "kwargs"} if callable(function) else set()
+    parameters = (
+        set(inspect.signature(function).parameters) - {"self", "cls", "args", "kwargs"} if callable(function) else set()
+    )
     named = described(doc, "Args")
     for name in named:
         if name not in parameters | {"args", "kwargs"}:
@@ -89,7 +91,12 @@ def reach(start, path):
 def markdown(doc):
     """A docstring as Markdown: roles as code, sections as headings of lists, tables as they stand."""
     doc = ROLE.sub(r"`\1`", doc).replace("``", "`")
-    doc = re.sub(r"^((?:={2,} *)+\n(?:.*\n)+?(?:={2,} *)+\n(?:(?:.+\n)+(?:={2,} *)+(?:\n|$))?)", r"```text\n\1\n```\n", doc, flags=re.MULTILINE)
+    doc = re.sub(
+        r"^((?:={2,} *)+\n(?:.*\n)+?(?:={2,} *)+\n(?:(?:.+\n)+(?:={2,} *)+(?:\n|$))?)",
+        r"```text\n\1\n```\n",
+        doc,
+        flags=re.MULTILINE,
+    )
     head, *sections = SECTION.split(doc)
     text = [head.strip()]
     for title, body in zip(sections[::2], sections[1::2], strict=True):

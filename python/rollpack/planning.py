@@ -45,10 +45,9 @@ def plan(
         data_or_summary: rollouts, as :func:`rollpack.summarize` takes them, or a :class:`rollpack.Summary`.
         loss_aggregation: ``sample_mean``, ``prompt_mean``, ``token_mean`` or ``constant``; see
             :func:`rollpack.sample_weights`. Or ``token_mean_legacy``, SkyRL's old token mean, for doing an old run again:
-            the mean over the micro-batches of all ranks, those with a trained token, of each one's own token mean. It depends
-            on the cut, and warns of it.
-            Or another trainer's name with its prefix, as ``trl:dapo`` (:data:`rollpack.names.MODES`): the plan is of the
-            mode of ours that it is, or the error says why none is.
+            the mean over the micro-batches of all ranks, those with a trained token, of each one's own token mean. It
+            depends on the cut, and warns of it. Or another trainer's name with its prefix, as ``trl:dapo``
+            (:data:`rollpack.names.MODES`): the plan is of the mode of ours that it is, or the error says why none is.
         divisor: L of ``constant``, finite and above 0; for no other mode.
         empty: whether a rollout or group without a trained token counts in the mean (``count``) or not (``skip``).
         max_tokens_per_gpu: a micro-batch has at most ``max_tokens_per_gpu * cp_size`` tokens, padding included.

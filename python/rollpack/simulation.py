@@ -167,7 +167,7 @@ def simulate(
     Args:
         data_or_summary: as :func:`rollpack.plan` takes it.
         model: a name of :data:`rollpack.cost.MODELS`, or a model's FLOPs.
-        device: a name of :data:`DEVICES`, or the peak FLOP/s of a GPU.
+        device: a name of :data:`rollpack.simulation.DEVICES`, or the peak FLOP/s of a GPU.
         budgets: ``max_tokens_per_gpu``.
         dp_sizes: D.
         cp_sizes: C.
@@ -185,7 +185,8 @@ def simulate(
             is left out.
 
     Returns:
-        A :class:`Simulation`. Settings that cannot be planned (a sample over the budget) are in its ``refused``.
+        A :class:`rollpack.simulation.Simulation`. Settings that cannot be planned (a sample over the budget) are in its
+        ``refused``.
 
     Raises:
         PlanError: an argument is wrong, or no setting can be planned.

@@ -9,9 +9,7 @@ import sys
 import time
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 
-import pyarrow as pa
 import pytest
 
 import rollpack

@@ -28,8 +28,8 @@ def summarize_shards(
         arguments: ``groups``, ``columns`` and ``rollout_key`` of :func:`rollpack.summarize`, alike on all ranks.
 
     Raises:
-        SchemaError, DataError: as for :func:`rollpack.summarize` and :meth:`Summary.concat`. What is wrong on one rank is
-            raised on all, with the rank: none waits for another.
+        SchemaError, DataError: as for :func:`rollpack.summarize` and :meth:`rollpack.Summary.concat`. What is wrong on one
+            rank is raised on all, with the rank: none waits for another.
         RollpackError: a rank failed in another way, such as a file that it may not read.
     """
     own: list[bytes] | tuple[str, ...]
