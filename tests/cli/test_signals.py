@@ -25,10 +25,20 @@ def many(tmp_path_factory):
     return write(tmp_path_factory.mktemp("many") / "many.parquet", ROWS)
 
 
-def started(command, many, folder, **options):
-    arguments = [command, str(many), *PLAN, "-o", str(folder / "out")]
+def listening():
+    """What a shell has started in the background ignores Ctrl-C, and so does all that it starts: the tests may be that."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def started(command, many, folder, preexec_fn=listening):
     return subprocess.Popen(
-        [*COMMAND, *arguments], env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, **options
+        [*COMMAND, command, str(many), *PLAN, "-o", str(folder / "out")],
+        env=environment(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=preexec_fn,
     )
 
 
