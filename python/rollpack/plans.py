@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from rollpack._arrow import int64_array
 from rollpack._errors import DataError, PlanError
 from rollpack._files import Saved
 from rollpack.cost import cost_model, integer
@@ -170,7 +171,7 @@ class Plan(Saved):
         columns["position"] = np.arange(self._placements.num_rows) - np.repeat(self._offsets[:-1], sizes)
         fields = [pa.field(name, pa.int64(), nullable=False) for name in columns]
         return pa.RecordBatch.from_arrays(
-            [*map(pa.array, columns.values()), *self._placements.columns],
+            [*map(int64_array, columns.values()), *self._placements.columns],
             schema=pa.schema([*fields, *self._placements.schema]),
         )
 

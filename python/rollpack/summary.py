@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollpack import _core
+from rollpack._arrow import int64_array
 from rollpack._errors import DataError, PlanError, RollpackError, SchemaError
 from rollpack._files import Saved
 from rollpack._sources import Request, Source, reading
@@ -74,13 +75,15 @@ class Summary(Saved):
     def _source_column(self) -> pa.Array:
         names, sizes = zip(*self.sources, strict=True)
         which = np.repeat(np.arange(len(names), dtype=np.int32), sizes)
-        return pa.array(np.array(names)[which]) if _integers(names) else pa.DictionaryArray.from_arrays(which, list(names))
+        return (
+            int64_array(np.array(names)[which]) if _integers(names) else pa.DictionaryArray.from_arrays(which, list(names))
+        )
 
     def _planned_batch(self) -> pa.RecordBatch:
         """With rows that count through all sources, and with the source where a key has it."""
         batch = self._batch
         if len(self.sources) > 1:
-            batch = batch.set_column(batch.schema.get_field_index("row"), "row", pa.array(np.arange(len(self))))
+            batch = batch.set_column(batch.schema.get_field_index("row"), "row", int64_array(np.arange(len(self))))
         if self.sources and "source" in self.rollout_key + self.group_key:
             batch = batch.append_column("source", self._source_column())
         return batch
@@ -191,7 +194,7 @@ class Summary(Saved):
             batch = reader.read_next_batch().replace_schema_metadata(None)
             batch.validate(full=True)
             sources = tuple((name, rows) for name, rows in described["sources"] or ())
-            rows = pa.array(np.concatenate([np.arange(n) for _, n in sources or [("", batch.num_rows)]]))
+            rows = int64_array(np.concatenate([np.arange(n) for _, n in sources or [("", batch.num_rows)]]))
             columns = {"row": rows} | {
                 name: column.cast(pa.int64()) if name in _LENGTHS else column
                 for name, column in zip(batch.schema.names, batch.columns, strict=True)

@@ -38,7 +38,7 @@ def started(command, many, folder, preexec_fn=listening):
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=preexec_fn,
+        preexec_fn=preexec_fn,  # noqa: PLW1509 - the tests have one thread
     )
 
 
@@ -145,10 +145,16 @@ sys.exit(main(["inspect", sys.argv[1]]))
 """
 
 
-def test_a_library_that_swallows_it(many, tmp_path):
+KILL = "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n"
+#: As pandas does where its import is broken off.
+ANOTHER = "try:\n    import os, signal\n    os.kill(os.getpid(), signal.SIGTERM)\nexcept BaseException:\n    raise AttributeError\n"
+
+
+@pytest.mark.parametrize("pandas", [KILL, ANOTHER])
+def test_a_library_that_swallows_it(pandas, many, tmp_path):
     """As pyarrow does while it imports pandas: what comes then ends the import alone."""
     (tmp_path / "pandas").mkdir()
-    (tmp_path / "pandas" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
+    (tmp_path / "pandas" / "__init__.py").write_text(pandas)
     ended = subprocess.run(
         [sys.executable, "-c", SLOW, str(many)],
         env=environment(PYTHONPATH=str(tmp_path)),

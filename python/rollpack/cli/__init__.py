@@ -26,7 +26,7 @@ from rollpack.cli._completion import complete
 from rollpack.cli._language import flags_of, spoken
 from rollpack.cli._output import bad, one_line
 from rollpack.cli._parser import Parser
-from rollpack.cli._signals import Stopped, stopping
+from rollpack.cli._signals import Stopped, asked, stopping
 
 _COMMANDS = (inspect, plan, simulate, pack, verify, report, demo)
 
@@ -73,13 +73,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             _silence_stdout()
             return 128 + signal.SIGPIPE
         except KeyboardInterrupt as stop:
-            number = stop.number if isinstance(stop, Stopped) else signal.SIGINT
-            print(f"rollpack: {'interrupted' if number == signal.SIGINT else 'terminated'}", file=sys.stderr)
-            return 128 + number
-        except (RollpackError, OSError, TypeError, pa.ArrowException) as error:
+            return _stopped(stop.number if isinstance(stop, Stopped) else signal.SIGINT)
+        except Exception as error:
+            if asked:
+                return _stopped(asked[0])
+            if not isinstance(error, RollpackError | OSError | TypeError | pa.ArrowException):
+                raise
             _tell("error", say(one_line(error)))
             return 2
     return status
+
+
+def _stopped(number: int) -> int:
+    print(f"rollpack: {'interrupted' if number == signal.SIGINT else 'terminated'}", file=sys.stderr)
+    return 128 + number
 
 
 def _tell(what: str, text: str) -> None:

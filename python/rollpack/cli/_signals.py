@@ -14,6 +14,10 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _AGAIN = 0.02
 
 
+#: The signals that asked for it. A library may make another exception of it, as pandas does in the middle of its import.
+asked: list[int] = []
+
+
 class Stopped(KeyboardInterrupt):
     """A signal asked the process to stop."""
 
@@ -28,6 +32,7 @@ def stopping() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # only there can signals be had
         yield
         return
+    asked.clear()
     before = {number: signal.getsignal(number) or signal.SIG_DFL for number in (*_SIGNALS, signal.SIGALRM)}
     for number in _SIGNALS:
         if before[number] is not signal.SIG_IGN:
@@ -42,6 +47,7 @@ def stopping() -> Iterator[None]:
 
 
 def _stop(number: int, _: FrameType | None) -> None:
+    asked.append(number)
     error = sys.exc_info()[1]
     while error is not None:
         if isinstance(error, Stopped):  # what is half-written is being removed; a second Ctrl-C would leave it there
