@@ -9,7 +9,7 @@ import pytest
 import rollpack
 
 #: These need libraries that are not always here, and have no examples.
-LEFT_OUT = ("rollpack.integrations.", "rollpack.examples.", "rollpack.torch._kernel", "rollpack.__main__")
+LEFT_OUT = ("rollpack.integrations.", "rollpack.ray", "rollpack.examples.", "rollpack.torch._kernel", "rollpack.__main__")
 MODULES = [name for _, name, _ in pkgutil.walk_packages(rollpack.__path__, "rollpack.") if not name.startswith(LEFT_OUT)]
 
 
