@@ -75,7 +75,7 @@ fn main() -> Result<()> {
             group: Vec::new(),
             sources: Vec::new(),
         };
-        let (ms, planned) = milliseconds(|| plan(&summary, &options()?)?.take_batch());
+        let (ms, planned) = milliseconds(|| plan(&summary, &options()?)?.placed.to_batch());
         println!("{:>7} samples as a plan:   {ms:8.3} ms", planned?.num_rows());
     }
     for (n, dp_size) in [(1024, 8), (1024, 32), (8192, 64)] {

@@ -6,7 +6,7 @@ use std::collections::binary_heap::PeekMut;
 use std::iter::once_with;
 
 use crate::Result;
-use crate::bins::{few_bins, filled, sorted};
+use crate::bins::{Bins, few_bins, filled, sorted};
 use crate::cost::{Cost, total};
 use crate::error::plan_error;
 use crate::lockstep::{deal_rounds, level_fill};
@@ -60,7 +60,7 @@ const MAX_SLOTS: usize = 1 << 26;
 
 /// The micro-batches of one step: all of rank 0's, then rank 1's and so on, each a list of samples in input order.
 /// `lengths` are padded; `step` is for the error.
-pub fn schedule(step: usize, lengths: &[i64], costs: &[Cost], shape: &Shape) -> Result<Vec<Vec<usize>>> {
+pub fn schedule(step: usize, lengths: &[i64], costs: &[Cost], shape: &Shape) -> Result<Bins> {
     let bins = bins(lengths, shape);
     let per_rank = per_rank(step, bins.len(), shape)?;
     let slots = per_rank * shape.dp_size;
@@ -77,15 +77,19 @@ pub fn schedule(step: usize, lengths: &[i64], costs: &[Cost], shape: &Shape) -> 
 }
 
 /// As few micro-batches as the limit allows; where it is one of samples, only their number says something.
-pub(crate) fn bins(lengths: &[i64], shape: &Shape) -> Vec<Vec<usize>> {
+pub(crate) fn bins(lengths: &[i64], shape: &Shape) -> Bins {
     match shape.limit {
         Limit::Tokens(capacity) => by_budget(lengths, capacity, shape),
-        Limit::Samples(size) => vec![Vec::new(); lengths.len().div_ceil(size)],
+        Limit::Samples(size) => {
+            let mut bins = Bins::default();
+            bins.pad(lengths.len().div_ceil(size));
+            bins
+        }
     }
 }
 
 /// Few bins under the cap; what is over it is alone.
-fn by_budget(lengths: &[i64], capacity: i64, shape: &Shape) -> Vec<Vec<usize>> {
+fn by_budget(lengths: &[i64], capacity: i64, shape: &Shape) -> Bins {
     // Only what saves each rank a micro-batch is worth a search.
     let few = |lengths: &[i64], alone: usize| {
         let needed = total(lengths.iter().map(|length| Cost::from(length.unsigned_abs())))
@@ -99,9 +103,11 @@ fn by_budget(lengths: &[i64], capacity: i64, shape: &Shape) -> Vec<Vec<usize>> {
     }
     let (fitting, alone): (Vec<_>, Vec<_>) = (0..lengths.len()).partition(|i| lengths[*i] <= capacity);
     let short: Vec<i64> = fitting.iter().map(|i| lengths[*i]).collect();
-    let bins = few(&short, alone.len());
-    let bins = bins.into_iter().map(|bin| bin.into_iter().map(|i| fitting[i]).collect());
-    bins.chain(alone.into_iter().map(|i| vec![i])).collect()
+    let mut bins: Bins = few(&short, alone.len()).iter().map(|bin| bin.iter().map(|i| fitting[*i])).collect();
+    for sample in alone {
+        bins.push([sample]);
+    }
+    bins
 }
 
 /// K, where so many bins are to be dealt to ranks.
@@ -123,13 +129,7 @@ impl Shape {
 }
 
 /// Places samples in `per_rank` micro-batches on each rank, none empty where there are enough samples.
-pub(crate) fn place(
-    bins: Vec<Vec<usize>>,
-    lengths: &[i64],
-    costs: &[Cost],
-    shape: &Shape,
-    per_rank: usize,
-) -> Vec<Vec<usize>> {
+pub(crate) fn place(bins: Bins, lengths: &[i64], costs: &[Cost], shape: &Shape, per_rank: usize) -> Bins {
     let filled = lengths.len().min(per_rank * shape.dp_size);
     let mut schedule = match shape.limit {
         Limit::Tokens(capacity) => {
@@ -139,11 +139,9 @@ pub(crate) fn place(
                 _ => step.by_rank(bins, filled),
             }
         }
-        Limit::Samples(_) => by_count(lengths, costs, shape, per_rank),
+        Limit::Samples(_) => by_count(lengths, costs, shape, per_rank).into_iter().collect(),
     };
-    for samples in &mut schedule {
-        samples.sort_unstable();
-    }
+    schedule.sort_each();
     schedule
 }
 
@@ -159,28 +157,30 @@ struct Step<'a> {
 impl Step<'_> {
     /// Ranks wait for each other at every micro-batch. `bins` are what is used where nothing better is found; `filled` is
     /// how many micro-batches are not empty.
-    fn in_rounds(&self, bins: Vec<Vec<usize>>, filled: usize) -> Vec<Vec<usize>> {
+    fn in_rounds(&self, bins: Bins, filled: usize) -> Bins {
         let Self { lengths, costs, capacity, dp_size, per_rank } = *self;
-        let mut rounds = level_fill(lengths, costs, capacity, dp_size, per_rank).unwrap_or_else(|| {
+        let rounds = level_fill(lengths, costs, capacity, dp_size, per_rank).unwrap_or_else(|| {
             let bins = spread(lengths, costs, capacity, filled).unwrap_or_else(|| split(bins, costs, filled));
-            self.heaviest_first(bins).0
+            self.heaviest_first(&bins).0
         });
+        let mut rounds = rounds.lists();
         for round in rounds.chunks_mut(dp_size) {
             even_out(round, 1, lengths, costs, capacity);
         }
-        deal_rounds(rounds, costs, dp_size)
+        deal_rounds(rounds, costs, dp_size).into_iter().collect()
     }
 
     /// Ranks wait for each other once: the first of three ways that is even, or the most even. Cheap ways come first.
-    fn by_rank(&self, bins: Vec<Vec<usize>>, filled: usize) -> Vec<Vec<usize>> {
+    fn by_rank(&self, bins: Bins, filled: usize) -> Bins {
         let Self { lengths, costs, capacity, dp_size, per_rank } = *self;
         if dp_size == 1 {
-            return self.heaviest_first(split(bins, costs, filled)).0;
+            return self.heaviest_first(&split(bins, costs, filled)).0;
         }
-        let ways = once_with(|| spread(lengths, costs, capacity, filled).map(|bins| self.deal(bins)))
-            .chain(once_with(|| Some(self.deal(split(bins, costs, filled)))))
+        let ways = once_with(|| spread(lengths, costs, capacity, filled).map(|bins| self.deal(&bins)))
+            .chain(once_with(|| Some(self.deal(&split(bins, costs, filled)))))
             .chain(once_with(|| {
-                Some(deal_rounds(level_fill(lengths, costs, capacity, dp_size, per_rank)?, costs, dp_size))
+                let rounds = level_fill(lengths, costs, capacity, dp_size, per_rank)?;
+                Some(deal_rounds(rounds.lists(), costs, dp_size))
             }));
         let even = total(costs.iter().copied()) / dp_size as Cost;
         let mut best: Option<(Cost, Vec<Vec<usize>>)> = None;
@@ -201,29 +201,32 @@ impl Step<'_> {
         for rank in schedule.chunks_mut(per_rank) {
             rank.sort_by_cached_key(|bin| Reverse(cost_of(bin, costs)));
         }
-        schedule
+        schedule.into_iter().collect()
     }
 
     /// Deals bins to ranks, `per_rank` to each; where there are fewer, the rest stays empty.
-    fn deal(&self, bins: Vec<Vec<usize>>) -> Vec<Vec<usize>> {
-        let (mut bins, loads) = self.heaviest_first(bins);
+    fn deal(&self, bins: &Bins) -> Vec<Vec<usize>> {
+        let (bins, loads) = self.heaviest_first(bins);
         // LPT hands out the heaviest first, so each rank's micro-batches run from heavy to light.
         let ranks = lpt(&loads, &vec![self.per_rank; self.dp_size], 0);
-        ranks.into_iter().flatten().map(|bin| std::mem::take(&mut bins[bin])).collect()
+        ranks.into_iter().flatten().map(|bin| bins.get(bin).to_vec()).collect()
     }
 
     /// As many bins as there are micro-batches, and what each costs.
-    fn heaviest_first(&self, mut bins: Vec<Vec<usize>>) -> (Vec<Vec<usize>>, Vec<Cost>) {
-        bins.resize_with(self.dp_size * self.per_rank, Vec::new);
-        let mut order: Vec<_> = bins.iter().map(|bin| cost_of(bin, self.costs)).zip(0..).collect();
+    fn heaviest_first(&self, bins: &Bins) -> (Bins, Vec<Cost>) {
+        let mut order: Vec<_> = bins.iter().map(|bin| (cost_of(bin, self.costs), bin)).collect();
         order.sort_by_key(|(cost, _)| Reverse(*cost));
-        order.into_iter().map(|(cost, bin): (_, usize)| (std::mem::take(&mut bins[bin]), cost)).unzip()
+        let mut ordered: Bins = order.iter().map(|(_, bin)| bin.iter().copied()).collect();
+        let mut loads: Vec<_> = order.into_iter().map(|(cost, _)| cost).collect();
+        ordered.pad(self.dp_size * self.per_rank);
+        loads.resize(ordered.len(), 0);
+        (ordered, loads)
     }
 }
 
 /// Exactly `slots` bins, none empty: longest first into the lightest bin that has room. `None` where a sample finds none.
 /// There are at least `slots` samples.
-fn spread(lengths: &[i64], costs: &[Cost], capacity: i64, slots: usize) -> Option<Vec<Vec<usize>>> {
+fn spread(lengths: &[i64], costs: &[Cost], capacity: i64, slots: usize) -> Option<Bins> {
     /// How many bins are tried for one sample: a bound in work.
     const TRIES: usize = 16;
     // A load and its bin in one number, which is half as large as a pair and compared in one go. A total that leaves no
@@ -246,7 +249,7 @@ fn spread(lengths: &[i64], costs: &[Cost], capacity: i64, slots: usize) -> Optio
             if *length <= room[bin] || sizes[bin] == 0 {
                 room[bin] -= length;
                 sizes[bin] += 1;
-                bin_of.push(bin);
+                bin_of.push(bin as u32);
                 // In its place: half the work of taking it out and putting it back.
                 top.0 += cost << bits;
                 break;
@@ -258,15 +261,15 @@ fn spread(lengths: &[i64], costs: &[Cost], capacity: i64, slots: usize) -> Optio
         }
         lightest.extend(passed_by.drain(..));
     }
-    Some(filled(&sizes, sorted.into_iter().map(|(_, sample)| sample), bin_of))
+    Some(filled(&sizes, sorted.into_iter().map(|(_, sample)| sample).zip(bin_of)))
 }
 
 /// Splits the heaviest bins of several samples in two until there are `slots`.
-fn split(bins: Vec<Vec<usize>>, costs: &[Cost], slots: usize) -> Vec<Vec<usize>> {
+fn split(bins: Bins, costs: &[Cost], slots: usize) -> Bins {
     if bins.len() >= slots {
         return bins;
     }
-    let (mut whole, mut bins): (Vec<_>, Vec<_>) = bins.into_iter().partition(|bin| bin.len() == 1);
+    let (mut whole, mut bins): (Vec<_>, Vec<_>) = bins.lists().into_iter().partition(|bin| bin.len() == 1);
     let mut heaviest: BinaryHeap<_> =
         bins.iter().enumerate().map(|(i, bin)| (cost_of(bin, costs), Reverse(i))).collect();
     while whole.len() + heaviest.len() < slots {
@@ -285,7 +288,7 @@ fn split(bins: Vec<Vec<usize>>, costs: &[Cost], slots: usize) -> Vec<Vec<usize>>
     }
     whole.extend(heaviest.into_iter().map(|(_, Reverse(i))| std::mem::take(&mut bins[i])));
     whole.sort_by_key(|bin| bin.first().copied()); // a heap's own order says nothing
-    whole
+    whole.into_iter().collect()
 }
 
 /// Equal counts: micro-batches and ranks hold the same number of samples, within one.

@@ -2,53 +2,138 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
+use std::iter::repeat_n;
 
 use crate::left::Left;
 
+/// Lists of samples, one after the other in one piece of memory: tens of thousands of short lists take longer to allocate
+/// and free than to fill.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Bins {
+    samples: Vec<usize>,
+    ends: Vec<usize>,
+}
+
+impl Bins {
+    pub fn len(&self) -> usize {
+        self.ends.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.ends.is_empty()
+    }
+
+    /// The samples of one bin.
+    pub fn get(&self, bin: usize) -> &[usize] {
+        let begin = bin.checked_sub(1).map_or(0, |before| self.ends[before]);
+        &self.samples[begin..self.ends[bin]]
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = &[usize]> {
+        (0..self.len()).map(|bin| self.get(bin))
+    }
+
+    /// As lists that can grow and shrink.
+    pub fn lists(&self) -> Vec<Vec<usize>> {
+        self.iter().map(<[usize]>::to_vec).collect()
+    }
+
+    pub(crate) fn push(&mut self, samples: impl IntoIterator<Item = usize>) {
+        self.samples.extend(samples);
+        self.ends.push(self.samples.len());
+    }
+
+    /// Appends empty bins until there are `len`.
+    pub(crate) fn pad(&mut self, len: usize) {
+        self.ends.resize(len.max(self.len()), self.samples.len());
+    }
+
+    /// Brings the samples of each bin in input order.
+    pub(crate) fn sort_each(&mut self) {
+        let mut begin = 0;
+        for end in &self.ends {
+            self.samples[begin..*end].sort_unstable();
+            begin = *end;
+        }
+    }
+}
+
+impl<T: IntoIterator<Item = usize>> FromIterator<T> for Bins {
+    fn from_iter<I: IntoIterator<Item = T>>(bins: I) -> Self {
+        let mut collected = Self::default();
+        for bin in bins {
+            collected.push(bin);
+        }
+        collected
+    }
+}
+
 /// Best fit decreasing: each sample, longest first, goes where it leaves the least room. Every length is at most
-/// `capacity`. Ties go to the earlier sample and, among equally full bins, to the one filled last, so the same input
+/// `capacity`, and there are fewer than 2^32 of them. Ties go to the earlier sample and, among equally full bins, to the one filled last, so the same input
 /// gives the same bins. O(n + capacity), and O(n log n) where the capacity is so large that a table of it would not pay.
-pub fn best_fit_decreasing(lengths: &[i64], capacity: i64) -> Vec<Vec<usize>> {
+pub fn best_fit_decreasing(lengths: &[i64], capacity: i64) -> Bins {
     /// The largest table of rooms: 32 MiB, of which only what is used is ever touched.
     const MAX_TABLE: usize = 1 << 22;
     // What holds everything is as good as what holds more.
     let all = lengths.iter().fold(0i64, |sum, length| sum.saturating_add(*length));
     let capacity = usize::try_from(capacity.min(all)).unwrap_or(0);
-    if capacity < MAX_TABLE && u32::try_from(lengths.len()).is_ok() {
+    if capacity < MAX_TABLE {
         best_fit(lengths, capacity, Table::new(capacity))
     } else {
         best_fit(lengths, capacity, BTreeMap::new())
     }
 }
 
-fn best_fit(lengths: &[i64], capacity: usize, mut rooms: impl Rooms) -> Vec<Vec<usize>> {
-    let sorted = sorted(lengths);
-    let mut sizes: Vec<usize> = Vec::new();
-    let mut bin_of = Vec::with_capacity(sorted.len());
-    for (length, _) in &sorted {
-        let length = *length as usize;
+fn best_fit(lengths: &[i64], capacity: usize, mut rooms: impl Rooms) -> Bins {
+    let mut sizes: Vec<u32> = Vec::new();
+    let fit = |length: usize| {
         let (room, bin) = rooms.take(length).unwrap_or_else(|| {
             sizes.push(0);
             (capacity, sizes.len() - 1)
         });
         sizes[bin] += 1;
-        bin_of.push(bin);
         rooms.put(room - length, bin);
+        bin as u32
+    };
+    let mut bin_of: Vec<u32> = Vec::with_capacity(lengths.len());
+    if let Some(counts) = counts(lengths) {
+        // How many there are of each length is all that fitting asks for. Which samples these are is seen when the bins
+        // are filled, in input order: nothing is sorted.
+        let longest_first = counts.iter().enumerate().rev();
+        bin_of.extend(longest_first.flat_map(|(length, n)| repeat_n(length, *n as usize)).map(fit));
+        let mut places = places(counts);
+        let bins: Vec<u32> = lengths
+            .iter()
+            .map(|length| {
+                let place = &mut places[*length as usize];
+                *place += 1;
+                bin_of[*place as usize - 1]
+            })
+            .collect();
+        filled(&sizes, (0..).zip(bins))
+    } else {
+        let sorted = sorted(lengths);
+        bin_of.extend(sorted.iter().map(|(length, _)| *length as usize).map(fit));
+        filled(&sizes, sorted.into_iter().map(|(_, sample)| sample).zip(bin_of))
     }
-    filled(&sizes, sorted.into_iter().map(|(_, sample)| sample), bin_of)
 }
 
-/// The samples of each bin in the order given. In a pass of its own, so that each bin is allocated once.
-pub(crate) fn filled(
-    sizes: &[usize],
-    samples: impl Iterator<Item = usize>,
-    bin_of: Vec<usize>,
-) -> Vec<Vec<usize>> {
-    let mut bins: Vec<Vec<usize>> = sizes.iter().map(|size| Vec::with_capacity(*size)).collect();
-    for (sample, bin) in samples.zip(bin_of) {
-        bins[bin].push(sample);
+/// Bins of these sizes, from pairs (sample, its bin). In 32 bits, as more of it is in the cache.
+pub(crate) fn filled(sizes: &[u32], samples: impl Iterator<Item = (usize, u32)>) -> Bins {
+    // Where each bin begins, and when it is filled, where it ends.
+    let mut end = 0;
+    let begin = |size: &u32| {
+        end += *size as usize;
+        end - *size as usize
+    };
+    let mut ends: Vec<usize> = sizes.iter().map(begin).collect();
+    let mut filled = vec![0; end];
+    for (sample, bin) in samples {
+        let place = &mut ends[bin as usize];
+        filled[*place] = sample;
+        *place += 1;
     }
-    bins
+    Bins { samples: filled, ends }
 }
 
 /// Open bins by the room that is left in them.
@@ -139,7 +224,12 @@ impl Rooms for Table {
         self.top[room] = bin as u32;
         let mut place = room;
         for words in &mut self.levels {
-            words[place / 64] |= 1 << (place % 64);
+            let word = &mut words[place / 64];
+            let known = *word != 0;
+            *word |= 1 << (place % 64);
+            if known {
+                break; // and so are those above
+            }
             place /= 64;
         }
     }
@@ -149,13 +239,13 @@ impl Rooms for Table {
 /// with the longest sample that is left and what, of some hundred combinations, leaves the least room beside it.
 /// `breadth` is how many samples are tried at each place of a combination: few keep short samples for the bins to come, and
 /// many fill the first bins better. Which of the two is better depends on the lengths.
-pub fn fill_each(lengths: &[i64], capacity: i64, breadth: usize) -> Vec<Vec<usize>> {
+pub fn fill_each(lengths: &[i64], capacity: i64, breadth: usize) -> Bins {
     let sorted = sorted(lengths);
     let mut left = Left::new(&sorted);
     let mut search = Search::new(breadth, MAX_TRIES.min(WORK / lengths.len().max(1)));
-    let mut bins = Vec::new();
+    let mut bins = Bins::default();
     while let Some(first) = left.longest(0) {
-        bins.push(search.fill(&mut left, first, capacity).map(|place| sorted[place].1).collect());
+        bins.push(search.fill(&mut left, first, capacity).map(|place| sorted[place].1));
     }
     bins
 }
@@ -166,7 +256,7 @@ const WORK: usize = 1 << 18;
 
 /// As few bins as several methods find, and no more of them tried than `enough` asks for: it says whether so many bins
 /// could not be fewer, or would not help if they were. Every length is at most `capacity`.
-pub fn few_bins(lengths: &[i64], capacity: i64, enough: impl Fn(usize) -> bool) -> Vec<Vec<usize>> {
+pub fn few_bins(lengths: &[i64], capacity: i64, enough: impl Fn(usize) -> bool) -> Bins {
     let mut best = best_fit_decreasing(lengths, capacity);
     // With fewer tries than this for each bin the second method finds nothing.
     if lengths.len() <= WORK / 16 {
@@ -241,29 +331,41 @@ pub fn longest_first(lengths: &[i64]) -> Vec<usize> {
 
 /// (length, sample), longest first. Looking lengths up one by one in this order would miss the cache at each.
 pub(crate) fn sorted(lengths: &[i64]) -> Vec<(i64, usize)> {
-    let longest = lengths.iter().copied().max().unwrap_or(0);
-    let all_counted = lengths.iter().all(|length| *length >= 0);
-    let mut sorted: Vec<_> = lengths.iter().copied().zip(0..).collect();
-    match usize::try_from(longest) {
-        // A counting sort, where there are not many more lengths than samples.
-        Ok(longest) if all_counted && longest / 8 <= lengths.len() => {
-            let mut place = vec![0; longest + 1];
-            for length in lengths {
-                place[*length as usize] += 1;
-            }
-            let mut before = 0;
-            for place in place.iter_mut().rev() {
-                before += std::mem::replace(place, before);
-            }
-            for (sample, length) in lengths.iter().enumerate() {
-                let place = &mut place[*length as usize];
-                sorted[*place] = (*length, sample);
-                *place += 1;
-            }
-        }
-        _ => sorted.sort_by_key(|(length, _)| Reverse(*length)),
+    let Some(counts) = counts(lengths) else {
+        let mut sorted: Vec<_> = lengths.iter().copied().zip(0..).collect();
+        sorted.sort_by_key(|(length, _)| Reverse(*length));
+        return sorted;
+    };
+    let mut places = places(counts);
+    let mut sorted = vec![(0, 0); lengths.len()];
+    for (sample, length) in lengths.iter().enumerate() {
+        let place = &mut places[*length as usize];
+        sorted[*place as usize] = (*length, sample);
+        *place += 1;
     }
     sorted
+}
+
+/// How many there are of each length, where there are not many more lengths than samples.
+fn counts(lengths: &[i64]) -> Option<Vec<u32>> {
+    let longest = usize::try_from(lengths.iter().copied().max()?).ok()?;
+    if longest / 8 > lengths.len() || lengths.iter().any(|length| *length < 0) {
+        return None;
+    }
+    let mut counts = vec![0; longest + 1];
+    for length in lengths {
+        counts[*length as usize] += 1;
+    }
+    Some(counts)
+}
+
+/// Where the samples of each length begin, longest first.
+fn places(mut counts: Vec<u32>) -> Vec<u32> {
+    let mut before = 0;
+    for place in counts.iter_mut().rev() {
+        before += std::mem::replace(place, before);
+    }
+    counts
 }
 
 #[cfg(test)]

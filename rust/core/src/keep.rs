@@ -2,6 +2,7 @@
 
 use crate::Result;
 use crate::balance::{Shape, bins, per_rank, place};
+use crate::bins::Bins;
 use crate::cost::{Cost, total};
 use crate::error::plan_error;
 use crate::partition::partition;
@@ -43,7 +44,7 @@ pub fn schedule_units(
     unit_of: &[usize],
     keep: Keep,
     shape: &Shape,
-) -> Result<Vec<Vec<usize>>> {
+) -> Result<Bins> {
     let units = samples_of(unit_of);
     let alone = Shape { dp_size: 1, ..*shape };
     let (name, dp_size) = (keep.name(), shape.dp_size);
@@ -79,13 +80,15 @@ pub fn schedule_units(
              placeholders=True, or leave keep_together out"
         );
     }
-    let scheduled = ranks.into_iter().flat_map(|mut rank| {
+    let mut scheduled = Bins::default();
+    for mut rank in ranks {
         rank.sort_unstable();
         let (lengths, costs) = (of(&rank), rank.iter().map(|s| costs[*s]).collect::<Vec<_>>());
-        let placed = place(bins(&lengths, &alone), &lengths, &costs, &alone, per_rank);
-        placed.into_iter().map(move |m| m.into_iter().map(|i| rank[i]).collect())
-    });
-    Ok(scheduled.collect())
+        for micro_batch in place(bins(&lengths, &alone), &lengths, &costs, &alone, per_rank).iter() {
+            scheduled.push(micro_batch.iter().map(|i| rank[*i]));
+        }
+    }
+    Ok(scheduled)
 }
 
 /// The samples of each unit, units in the order of their first samples.

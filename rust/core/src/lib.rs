@@ -4,7 +4,7 @@
 //! checking rows in [`check`], ids in [`ids`], the meaning of every mode in [`weights`], optimizer steps in [`steps`], the
 //! budget in [`bins`], balance over ranks in [`balance`], of parts without a cap in [`partition`] and, where ranks wait at
 //! every micro-batch, in [`lockstep`], whole units on a rank in [`keep`], steps that are still arriving in [`online`], cost in
-//! [`cost`], padding and context parallelism in [`cut`], rows that are held for packing in [`rows`].
+//! [`cost`], padding and context parallelism in [`cut`], the columns of a plan in [`placed`], rows that are held for packing in [`rows`].
 #![forbid(unsafe_code)]
 
 pub mod arrays;
@@ -23,6 +23,7 @@ pub mod lockstep;
 pub mod online;
 pub mod pack;
 pub mod partition;
+pub mod placed;
 pub mod plan;
 pub mod rows;
 pub mod steps;

@@ -7,7 +7,7 @@ use std::cmp::Reverse;
 use std::collections::BinaryHeap;
 use std::collections::binary_heap::PeekMut;
 
-use crate::bins::{filled, sorted};
+use crate::bins::{Bins, filled, sorted};
 use crate::cost::{Cost, total};
 use crate::left::Left;
 
@@ -30,7 +30,7 @@ pub fn level_fill(
     capacity: i64,
     dp_size: usize,
     rounds: usize,
-) -> Option<Vec<Vec<usize>>> {
+) -> Option<Bins> {
     let tries = (WORK / lengths.len().max(1)).min(SHARES.len());
     if tries == 0 {
         return None;
@@ -44,9 +44,9 @@ pub fn level_fill(
     let (_, bin_of) = fills.min_by_key(|(waited, _)| *waited)?;
     let mut sizes = vec![0; rounds * dp_size];
     for bin in &bin_of {
-        sizes[*bin] += 1;
+        sizes[*bin as usize] += 1;
     }
-    Some(filled(&sizes, sorted.into_iter().map(|(_, sample)| sample), bin_of))
+    Some(filled(&sizes, sorted.into_iter().map(|(_, sample)| sample).zip(bin_of)))
 }
 
 /// Samples that are not placed yet, and what they cost.
@@ -76,13 +76,7 @@ impl<'a> Filling<'a> {
     }
 
     /// What all rounds take together, and the micro-batch of each sample.
-    fn fill(
-        &mut self,
-        capacity: i64,
-        dp_size: usize,
-        rounds: usize,
-        share: f64,
-    ) -> Option<(Cost, Vec<usize>)> {
+    fn fill(&mut self, capacity: i64, dp_size: usize, rounds: usize, share: f64) -> Option<(Cost, Vec<u32>)> {
         let mut waited: Cost = 0;
         let mut bin_of = vec![0; self.left.sorted.len()];
         let mut room = vec![0; dp_size];
@@ -98,7 +92,7 @@ impl<'a> Filling<'a> {
             for (bin, room) in room.iter_mut().enumerate() {
                 let place = self.left.longest(0)?;
                 let (length, cost) = self.take(place);
-                bin_of[place] = round * dp_size + bin;
+                bin_of[place] = (round * dp_size + bin) as u32;
                 *room = capacity - length;
                 lightest.push(Reverse((cost, bin)));
             }
@@ -113,7 +107,7 @@ impl<'a> Filling<'a> {
                     continue;
                 };
                 let (length, cost) = self.take(place);
-                bin_of[place] = round * dp_size + bin;
+                bin_of[place] = (round * dp_size + bin) as u32;
                 room[bin] -= length;
                 let load = load.saturating_add(cost);
                 heaviest = heaviest.max(load);

@@ -102,7 +102,7 @@ impl Online {
         self.num_samples = 0;
         let sizes: Vec<i64> = waiting.iter().map(|w| w.size).collect();
         let costs: Vec<Cost> = waiting.iter().map(|w| w.cost).collect();
-        let micro_batches = schedule(step, &sizes, &costs, &self.shape)?;
+        let micro_batches = schedule(step, &sizes, &costs, &self.shape)?.lists();
         let per_rank = micro_batches.len() / self.shape.dp_size;
         let ranks = micro_batches.chunks(per_rank).map(<[_]>::to_vec).collect();
         Ok(deal(ranks, &waiting, &loads, &self.options.cut)?.1)

@@ -1,10 +1,6 @@
 //! Summary in, schedule out: steps, micro-batches, and the weight of every sample. Integers, but for the weights.
 
 use std::iter::repeat_n;
-use std::sync::Arc;
-
-use arrow_array::{ArrayRef, Float64Array, Int64Array, RecordBatch};
-use arrow_schema::{Field, Schema};
 
 use crate::arrays::show;
 use crate::balance::{Limit, Shape, Sync, schedule};
@@ -13,6 +9,7 @@ use crate::cut::{Cut, MAX_TOKENS};
 use crate::error::plan_error;
 use crate::ids::{Grouping, NO_ID, Numbered};
 use crate::keep::{Keep, schedule_units};
+use crate::placed::{Placed, Placing, of};
 use crate::steps::{Remainder, StepSize, steps};
 use crate::summary::Summary;
 use crate::waits::{Waits, parts};
@@ -63,24 +60,13 @@ pub struct Step {
     pub num_micro_batches: i64,
 }
 
-/// Where every sample goes. Placed samples are ordered by (step, `dp_rank`, `micro_batch`, position).
-#[derive(Debug, Clone, Default)]
+/// Where every sample goes.
+#[derive(Debug, Clone)]
 pub struct Plan {
     pub steps: Vec<Step>,
     /// Where each micro-batch begins among the placed samples, in the same order, and the end.
     pub offsets: Vec<i64>,
-    pub row: Vec<i64>,
-    pub total_length: Vec<i64>,
-    pub response_length: Vec<i64>,
-    pub mask_sum: Vec<i64>,
-    pub rollout_mask_sum: Vec<i64>,
-    /// Under `prompt_mean` only.
-    pub prompt_mask_sum: Option<Vec<i64>>,
-    /// Which rollout of the whole input, in first-seen order.
-    pub rollout_index: Vec<i64>,
-    /// Which prompt group, under `prompt_mean` only.
-    pub prompt_index: Option<Vec<i64>>,
-    pub sample_weight: Vec<f64>,
+    pub placed: Placed,
     pub dropped_rows: Vec<i64>,
     pub oversize_rows: Vec<i64>,
     /// True tokens over the tokens that the micro-batches have room for.
@@ -138,21 +124,28 @@ pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
         whole_groups,
         describe,
     )?;
-    let mut plan = Plan {
+    let mut planning = Planning {
         offsets: vec![0],
-        prompt_mask_sum: (options.mode == Mode::PromptMean).then(Vec::new),
-        prompt_index: (options.mode == Mode::PromptMean).then(Vec::new),
-        dropped_rows: cut_into.dropped.iter().map(|s| summary.row[*s]).collect(),
-        ..Plan::default()
+        placing: Placing {
+            rollout_mask_sum: (!summary.key.is_empty()).then(Vec::new),
+            prompt_mask_sum: (options.mode == Mode::PromptMean).then(Vec::new),
+            ..Placing::default()
+        },
+        ..Planning::default()
     };
     let sums = MaskSums::new(&numbered, summary);
-    let mut waits = Waits::default();
-    for (index, samples) in cut_into.samples.iter().enumerate() {
-        plan.add_step(index, samples, summary, &numbered, &sums, options, &per_step, &mut waits)?;
+    for samples in &cut_into.samples {
+        planning.add_step(samples, summary, &numbered, &sums, options, &per_step)?;
     }
-    plan.fill = waits.fill();
-    plan.imbalance = waits.imbalance();
-    Ok(plan)
+    Ok(Plan {
+        steps: planning.steps,
+        offsets: planning.offsets,
+        placed: planning.placing.finish(summary, &numbered),
+        dropped_rows: cut_into.dropped.iter().map(|s| summary.row[*s]).collect(),
+        oversize_rows: planning.oversize_rows,
+        fill: planning.waits.fill(),
+        imbalance: planning.waits.imbalance(),
+    })
 }
 
 fn positive(name: &str, value: i64) -> Result<usize> {
@@ -255,19 +248,34 @@ fn units_of(samples: &[usize], units: &[usize], mask_sums: &[i64], count_empty: 
     seen.iter().filter(|(_, trained)| count_empty || *trained).count() as i64
 }
 
-impl Plan {
-    #[allow(clippy::too_many_arguments)] // one call, and each is a thing of its own
+/// A plan that is being made, step by step.
+#[derive(Debug, Default)]
+struct Planning {
+    steps: Vec<Step>,
+    offsets: Vec<i64>,
+    placing: Placing,
+    oversize_rows: Vec<i64>,
+    waits: Waits,
+}
+
+impl Planning {
     fn add_step(
         &mut self,
-        index: usize,
         samples: &[usize],
         summary: &Summary,
         numbered: &Numbered,
         sums: &MaskSums,
         options: &Options,
         shape: &Shape,
-        waits: &mut Waits,
     ) -> Result<()> {
+        let index = self.steps.len();
+        if u32::try_from(samples.len()).is_err() {
+            return plan_error!(
+                "step {index} has {} samples, and {} is the most; take smaller steps",
+                samples.len(),
+                u32::MAX
+            );
+        }
         let cut = &options.cut;
         let lengths: Vec<i64> = samples.iter().map(|s| cut.padded(summary.total_length[*s])).collect();
         if let Limit::Tokens(capacity) = shape.limit {
@@ -288,48 +296,38 @@ impl Plan {
             None => schedule(index, &lengths, &costs, shape)?,
         };
         let count = |units: &[usize]| units_of(samples, units, &summary.mask_sum, options.count_empty);
+        let counts = |sample: &&usize| options.count_empty || summary.mask_sum[**sample] > 0;
         let step = Step {
-            num_rollouts: count(&numbered.rollouts),
+            num_rollouts: match &sums.rollouts {
+                None => samples.iter().filter(counts).count() as i64,
+                Some(_) => count(&numbered.rollouts),
+            },
             num_prompts: numbered.groups.as_deref().map(count),
             num_tokens: samples.iter().map(|s| summary.mask_sum[*s]).sum(),
             num_micro_batches: (micro_batches.len() / shape.dp_size) as i64,
         };
-        self.steps.push(step);
-        let first = self.row.len();
-        self.offsets.extend(micro_batches.iter().scan(first, |end, micro_batch| {
-            *end += micro_batch.len();
-            Some(*end as i64)
-        }));
+        let Placing { sample, total_length, mask_sum, rollout_mask_sum, prompt_mask_sum, sample_weight } =
+            &mut self.placing;
+        let first = sample.len();
+        for micro_batch in micro_batches.iter() {
+            sample.extend(micro_batch.iter().map(|i| samples[*i] as i64));
+            self.offsets.push(sample.len() as i64);
+        }
         // Column by column: each is read in no order at all, and one by itself stays in the cache.
-        let placed: Vec<usize> = micro_batches.iter().flatten().map(|i| samples[*i]).collect();
-        let place = |column: &mut Vec<i64>, values: &[i64]| column.extend(placed.iter().map(|s| values[*s]));
-        place(&mut self.row, &summary.row);
-        place(&mut self.total_length, &summary.total_length);
-        place(&mut self.response_length, &summary.response_length);
-        place(&mut self.mask_sum, &summary.mask_sum);
-        match &sums.rollouts {
-            None => {
-                self.rollout_index.extend(placed.iter().map(|s| *s as i64));
-                self.rollout_mask_sum.extend_from_slice(&self.mask_sum[first..]);
-            }
-            Some(sums) => {
-                let rollouts = placed.iter().map(|s| numbered.rollouts[*s]);
-                self.rollout_mask_sum.extend(rollouts.clone().map(|rollout| sums[rollout]));
-                self.rollout_index.extend(rollouts.map(|rollout| rollout as i64));
-            }
+        let placed = &sample[first..];
+        total_length.extend(of(placed, &summary.total_length));
+        mask_sum.extend(of(placed, &summary.mask_sum));
+        if let (Some(column), Some(sums)) = (rollout_mask_sum.as_mut(), &sums.rollouts) {
+            column.extend(of(placed, &numbered.rollouts).map(|rollout| sums[rollout]));
         }
-        if let (Some(index), Some(column), Some(groups)) =
-            (&mut self.prompt_index, &mut self.prompt_mask_sum, &numbered.groups)
-        {
-            let groups = placed.iter().map(|s| groups[*s]);
-            column.extend(groups.clone().map(|group| sums.groups[group]));
-            index.extend(groups.map(|group| group as i64));
+        if let (Some(column), Some(groups)) = (prompt_mask_sum.as_mut(), &numbered.groups) {
+            column.extend(of(placed, groups).map(|group| sums.groups[group]));
         }
-        let sizes = || micro_batches.iter().map(Vec::len);
-        waits.add(sizes(), &self.total_length[first..], options, shape)?;
+        let sizes = || micro_batches.iter().map(<[_]>::len);
+        self.waits.add(sizes(), &total_length[first..], options, shape)?;
         let legacy = options.mode == Mode::TokenMeanLegacy;
         let of_micro_batches: Vec<i64> = if legacy {
-            parts(sizes(), &self.mask_sum[first..]).map(|m| m.iter().sum()).collect()
+            parts(sizes(), &mask_sum[first..]).map(|m| m.iter().sum()).collect()
         } else {
             Vec::new()
         };
@@ -338,8 +336,8 @@ impl Plan {
         let mut weights = sample_weights(
             options.mode,
             samples.len(),
-            Some(&self.rollout_mask_sum[first..]),
-            self.prompt_mask_sum.as_deref().map(|sums| &sums[first..]),
+            Some(&rollout_mask_sum.as_ref().unwrap_or(mask_sum)[first..]),
+            prompt_mask_sum.as_deref().map(|sums| &sums[first..]),
             legacy.then_some(&micro_batch_mask_sums[..]),
             &Totals {
                 num_rollouts: Some(step.num_rollouts),
@@ -349,11 +347,12 @@ impl Plan {
                 divisor: options.divisor,
             },
         )?;
-        if self.sample_weight.is_empty() {
-            self.sample_weight = weights;
+        if sample_weight.is_empty() {
+            *sample_weight = weights;
         } else {
-            self.sample_weight.append(&mut weights);
+            sample_weight.append(&mut weights);
         }
+        self.steps.push(step);
         Ok(())
     }
 
@@ -364,28 +363,5 @@ impl Plan {
             return Ok(());
         }
         Err(over_budget(&summary.place(row), length, padded, options))
-    }
-
-    /// Hands out the placed samples, one row each; the plan keeps its steps, their bounds and its ratios. The last columns,
-    /// from `response_length` on, are for packing.
-    pub fn take_batch(&mut self) -> Result<RecordBatch> {
-        let integers =
-            |values: &mut Vec<i64>| -> ArrayRef { Arc::new(Int64Array::from(std::mem::take(values))) };
-        let mut columns = vec![
-            ("row", integers(&mut self.row)),
-            ("total_length", integers(&mut self.total_length)),
-            ("mask_sum", integers(&mut self.mask_sum)),
-            ("rollout_mask_sum", integers(&mut self.rollout_mask_sum)),
-        ];
-        columns.extend(self.prompt_mask_sum.as_mut().map(|sums| ("prompt_mask_sum", integers(sums))));
-        columns
-            .push(("sample_weight", Arc::new(Float64Array::from(std::mem::take(&mut self.sample_weight)))));
-        columns.push(("response_length", integers(&mut self.response_length)));
-        columns.push(("rollout_index", integers(&mut self.rollout_index)));
-        columns.extend(self.prompt_index.as_mut().map(|index| ("prompt_index", integers(index))));
-        let fields: Vec<_> =
-            columns.iter().map(|(n, a)| Field::new(*n, a.data_type().clone(), false)).collect();
-        let arrays = columns.into_iter().map(|(_, array)| array).collect();
-        RecordBatch::try_new(Arc::new(Schema::new(fields)), arrays).map_err(|e| Error::Input(e.to_string()))
     }
 }

@@ -20,7 +20,7 @@ use rollpack_core::weights::Mode;
 
 /// The rows of each micro-batch, rank after rank.
 fn micro_batches(plan: &Plan) -> Vec<Vec<i64>> {
-    plan.offsets.windows(2).map(|w| plan.row[w[0] as usize..w[1] as usize].to_vec()).collect()
+    plan.offsets.windows(2).map(|w| plan.placed.row[w[0] as usize..w[1] as usize].to_vec()).collect()
 }
 
 /// The rows of each step, sorted.
@@ -45,7 +45,7 @@ fn num_micro_batches(lengths_of_rows: &[i64], options: &Options) -> Vec<i64> {
 
 /// The weight of each row.
 fn weights(plan: &Plan) -> BTreeMap<i64, f64> {
-    plan.row.iter().copied().zip(plan.sample_weight.iter().copied()).collect()
+    plan.placed.row.iter().copied().zip(plan.placed.sample_weight.iter().copied()).collect()
 }
 
 // Budgets
@@ -155,14 +155,14 @@ fn too_few_samples_says_how_many_are_missing() {
 
 #[test]
 fn placeholders_count_in_k_and_in_nothing_else() {
-    let mut plan = plan(&lengths(&[5]), &Options { dp_size: 2, placeholders: true, ..options(10) }).unwrap();
+    let plan = plan(&lengths(&[5]), &Options { dp_size: 2, placeholders: true, ..options(10) }).unwrap();
     let expected = Step { num_rollouts: 1, num_prompts: None, num_tokens: 4, num_micro_batches: 1 };
     assert_eq!(plan.steps, [expected]);
     let mut found = micro_batches(&plan);
     found.sort();
     assert_eq!(found, [vec![], vec![0]]);
-    assert_eq!(plan.sample_weight, [0.25]);
-    assert_eq!(plan.take_batch().unwrap().num_rows(), 1);
+    assert_eq!(plan.placed.sample_weight, [0.25]);
+    assert_eq!(plan.placed.to_batch().unwrap().num_rows(), 1);
 }
 
 #[test]
@@ -177,7 +177,7 @@ fn k_is_a_multiple_and_nobody_is_empty() {
 fn rows_of_a_micro_batch_are_in_input_order() {
     let plan = plan(&lengths(&[2, 9, 1, 5, 3]), &options(100)).unwrap();
     assert_eq!(micro_batches(&plan), [[0, 1, 2, 3, 4]]);
-    assert_eq!(plan.total_length, [2, 9, 1, 5, 3]);
+    assert_eq!(plan.placed.total_length, [2, 9, 1, 5, 3]);
 }
 
 #[test]
@@ -288,20 +288,20 @@ fn the_counts_and_sums_are_those_of_each_step() {
         num_micro_batches: 1,
     };
     assert_eq!(sample.steps, [step(2, 1, 6), step(2, 2, 9)]);
-    assert_eq!(sample.rollout_mask_sum, [3, 3, 3, 4, 5, 5]);
-    assert_eq!(sample.prompt_mask_sum, None);
+    assert_eq!(sample.placed.rollout_mask_sum, [3, 3, 3, 4, 5, 5]);
+    assert_eq!(sample.placed.prompt_mask_sum, None);
     let sixths = [6.0, 6.0, 6.0, 8.0, 10.0, 10.0].map(|x| 1.0 / x);
-    assert_eq!(sample.sample_weight, sixths);
+    assert_eq!(sample.placed.sample_weight, sixths);
 
     let prompt = plan(&summary, &Options { mode: Mode::PromptMean, ..per_step }).unwrap();
-    assert_eq!(prompt.prompt_mask_sum, Some(vec![6, 6, 6, 4, 5, 5]));
-    assert_eq!(prompt.sample_weight, [6.0, 6.0, 6.0, 8.0, 10.0, 10.0].map(|x| 1.0 / x));
+    assert_eq!(prompt.placed.prompt_mask_sum, Some(vec![6, 6, 6, 4, 5, 5].into()));
+    assert_eq!(prompt.placed.sample_weight, [6.0, 6.0, 6.0, 8.0, 10.0, 10.0].map(|x| 1.0 / x));
 
     let token = plan(&summary, &Options { mode: Mode::TokenMean, ..per_step }).unwrap();
-    assert_eq!(token.sample_weight, [6.0, 6.0, 6.0, 9.0, 9.0, 9.0].map(|x| 1.0 / x));
+    assert_eq!(token.placed.sample_weight, [6.0, 6.0, 6.0, 9.0, 9.0, 9.0].map(|x| 1.0 / x));
 
     let constant = Options { mode: Mode::Constant, divisor: Some(16.0), ..per_step };
-    assert_eq!(plan(&summary, &constant).unwrap().sample_weight, [1.0 / 32.0; 6]);
+    assert_eq!(plan(&summary, &constant).unwrap().placed.sample_weight, [1.0 / 32.0; 6]);
 }
 
 #[test]
@@ -309,7 +309,7 @@ fn the_hand_examples_of_the_design() {
     /// The weights of the rows under one mode.
     fn weigh(summary: &Summary, mode: Mode, divisor: Option<f64>) -> Vec<f64> {
         let options = Options { mode, divisor, ..options(1000) };
-        plan(summary, &options).unwrap().sample_weight
+        plan(summary, &options).unwrap().placed.sample_weight.to_vec()
     }
     let four = grouped(rows(&[(5, 1), (5, 3), (5, 2), (6, 3)]), &[0, 1, 2, 3], &[0, 0, 1, 1]);
     assert_eq!(weigh(&four, Mode::SampleMean, None), [4.0, 12.0, 8.0, 12.0].map(|x| 1.0 / x));
@@ -333,7 +333,7 @@ fn what_is_empty_counts_or_is_skipped() {
     let totals = |mode, count_empty| {
         let plan = plan(&summary, &Options { mode, count_empty, ..options(100) }).unwrap();
         let step = plan.steps[0];
-        ((step.num_rollouts, step.num_prompts, step.num_tokens), plan.sample_weight)
+        ((step.num_rollouts, step.num_prompts, step.num_tokens), plan.placed.sample_weight.to_vec())
     };
     let (counted, skipped) = ((4, Some(3), 3), (2, Some(2), 3));
     assert_eq!(totals(Mode::SampleMean, true), (counted, vec![1.0 / 8.0, 0.0, 1.0 / 4.0, 0.0]));
@@ -349,7 +349,7 @@ fn a_rollout_is_empty_only_if_all_its_samples_are() {
     let summary = grouped(rows(&[(9, 0), (9, 3), (9, 0)]), &[5, 5, 6], &[]);
     let plan = plan(&summary, &Options { count_empty: false, ..options(100) }).unwrap();
     assert_eq!(plan.steps[0].num_rollouts, 1);
-    assert_eq!(plan.sample_weight, [1.0 / 3.0, 1.0 / 3.0, 0.0]);
+    assert_eq!(plan.placed.sample_weight, [1.0 / 3.0, 1.0 / 3.0, 0.0]);
 }
 
 #[test]
@@ -366,7 +366,7 @@ fn skipping_moves_no_step_boundary() {
         assert_eq!(rows_of_steps(&plan, 1), [vec![0, 1], vec![2, 3], vec![4]]);
         let counts: Vec<i64> = plan.steps.iter().map(|s| s.num_rollouts).collect();
         assert_eq!(counts, if count_empty { [2, 2, 1] } else { [1, 0, 1] });
-        assert!(plan.sample_weight.iter().all(|w| w.is_finite()));
+        assert!(plan.placed.sample_weight.iter().all(|w| w.is_finite()));
     }
 }
 
@@ -382,9 +382,9 @@ fn a_step_without_a_trained_token_weighs_nothing() {
         for count_empty in [true, false] {
             let plan = plan(&summary, &Options { mode, divisor, count_empty, ..options(100) }).unwrap();
             assert_eq!(plan.steps[0].num_tokens, 0);
-            assert!(plan.sample_weight.iter().all(|w| w.is_finite()));
+            assert!(plan.placed.sample_weight.iter().all(|w| w.is_finite()));
             let zero = mode != Mode::Constant || !count_empty;
-            assert!(!zero || plan.sample_weight == [0.0, 0.0]);
+            assert!(!zero || plan.placed.sample_weight == [0.0, 0.0]);
         }
     }
 }
@@ -404,7 +404,7 @@ fn what_is_dropped_is_listed_and_counts_nowhere() {
     assert_eq!(plan_of_two.dropped_rows, [2, 4]);
     assert_eq!(rows_of_steps(&plan_of_two, 1), [[0, 1, 3, 5]]);
     assert_eq!(plan_of_two.steps[0].num_prompts, Some(1));
-    assert_eq!(plan_of_two.sample_weight, [1.0 / 8.0; 4]);
+    assert_eq!(plan_of_two.placed.sample_weight, [1.0 / 8.0; 4]);
     plan_error(
         plan(&summary, &Options { remainder: Remainder::Error, ..two }),
         &["3 rollouts", "global_batch_size 2", "1 are left over"],
@@ -496,7 +496,7 @@ fn a_summary_whose_rollouts_lie_in_two_groups_is_refused() {
 fn rows_keep_the_numbers_of_the_summary() {
     let summary = Summary { row: vec![10, 20, 30].into(), ..lengths(&[3, 15, 3]) };
     let plan = plan(&summary, &Options { oversize_alone: true, ..options(6) }).unwrap();
-    let mut found = plan.row.clone();
+    let mut found = plan.placed.row.to_vec();
     found.sort_unstable();
     assert_eq!((found, plan.oversize_rows), (vec![10, 20, 30], vec![20]));
 }
@@ -506,8 +506,8 @@ fn a_plan_as_arrow() {
     let summary = grouped(rows(&[(7, 1), (5, 2), (3, 1), (5, 3)]), &[0, 1, 2, 3], &[0, 0, 1, 1]);
     let by_prompt =
         Options { mode: Mode::PromptMean, step_size: StepSize::Prompts(1), dp_size: 2, ..options(10) };
-    let mut planned = plan(&summary, &by_prompt).unwrap();
-    let batch = planned.take_batch().unwrap();
+    let planned = plan(&summary, &by_prompt).unwrap();
+    let batch = planned.placed.to_batch().unwrap();
     let names: Vec<_> = batch.schema().fields().iter().map(|f| f.name().clone()).collect();
     let expected = [
         "row",
@@ -533,7 +533,7 @@ fn a_plan_as_arrow() {
     let weights = batch.column_by_name("sample_weight").unwrap().as_primitive::<Float64Type>();
     assert_eq!(weights.values().to_vec(), [1.0 / 3.0, 1.0 / 3.0, 1.0 / 4.0, 1.0 / 4.0]);
 
-    let together = plan(&summary, &options(100)).unwrap().take_batch().unwrap();
+    let together = plan(&summary, &options(100)).unwrap().placed.to_batch().unwrap();
     assert!(together.column_by_name("prompt_mask_sum").is_none());
 }
 
@@ -814,7 +814,7 @@ proptest! {
             let mut rank_of = BTreeMap::new();
             for slot in 0..step.num_micro_batches * options.dp_size {
                 let Some(&[from, to]) = bounds.next() else { panic!("too few micro-batches") };
-                for row in &plan.row[from as usize..to as usize] {
+                for row in &plan.placed.row[from as usize..to as usize] {
                     let unit = match options.keep {
                         None => break,
                         Some(Keep::Rollouts) => case.rollout(*row as usize),
@@ -831,12 +831,12 @@ proptest! {
         for step in &steps {
             step_of.extend(step.iter().map(|row| (*row, step)));
         }
-        for (at, row) in plan.row.iter().enumerate() {
+        for (at, row) in plan.placed.row.iter().enumerate() {
             let row = *row as usize;
             let (total, sum) = case.samples[row];
-            prop_assert_eq!((plan.total_length[at], plan.mask_sum[at]), (total, sum));
+            prop_assert_eq!((plan.placed.total_length[at], plan.placed.mask_sum[at]), (total, sum));
             let wanted = case.weight(row, step_of[&row]);
-            let found = plan.sample_weight[at];
+            let found = plan.placed.sample_weight[at];
             prop_assert!((found - wanted).abs() <= 4.0 * f64::EPSILON * wanted, "{} is not {}", found, wanted);
         }
         for (step, rows) in plan.steps.iter().zip(&steps) {
@@ -844,7 +844,7 @@ proptest! {
             prop_assert_eq!(step.num_tokens, tokens);
             prop_assert_eq!(step.num_prompts.is_some(), case.groups.is_some());
         }
-        prop_assert_eq!(plan.prompt_mask_sum.is_some(), options.mode == Mode::PromptMean);
+        prop_assert_eq!(plan.placed.prompt_mask_sum.is_some(), options.mode == Mode::PromptMean);
         prop_assert!(plan.fill > 0.0 && plan.fill <= 1.0);
         prop_assert!(plan.imbalance >= 1.0 - 1e-12);
     }

@@ -246,8 +246,8 @@ fn make_plan(
 ) -> PyResult<Planning> {
     let (plan, batch) = released(py, move || {
         let summary = Summary::from_batch(&summary.into_inner(), &key, &groups, sources)?;
-        let mut plan = plan::plan(&summary, &options.0)?;
-        let batch = plan.take_batch()?;
+        let plan = plan::plan(&summary, &options.0)?;
+        let batch = plan.placed.to_batch()?;
         Ok((plan, batch))
     })?;
     let counts = |s: &plan::Step| (s.num_rollouts, s.num_prompts, s.num_tokens, s.num_micro_batches);
