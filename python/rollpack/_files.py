@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from abc import ABC, abstractmethod
@@ -63,6 +64,11 @@ def write_whole_directory(path: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def digest(*parts: bytes) -> bytes:
+    """What tells whether bytes are the ones that were written."""
+    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
 
 
 class Saved(ABC):

@@ -323,7 +323,7 @@ def _measure(read: _Read, summary: Summary, rows: int | None, part_rows: list[in
         untrained_samples=int((trained == 0).sum()),
         untrained_rollouts=int((rollout_trained == 0).sum()),
         untrained_groups=untrained_groups,
-        rollout_key=read.key,
+        rollout_key=summary.request.rollout_key if len(read.key) == 1 else read.key,
         ids_unique_within_prompt_only=read.ids is not None,
         faults=faults,
         summary=summary,

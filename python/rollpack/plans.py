@@ -16,14 +16,14 @@ import pyarrow as pa
 
 from rollpack._arrow import int64_array
 from rollpack._errors import DataError, PlanError
-from rollpack._files import Saved
+from rollpack._files import Saved, digest
 from rollpack.cost import cost_model, integer
 from rollpack.summary import SourceName
 
 if TYPE_CHECKING:
     from rollpack.schedule import Schedule
 
-_METADATA, _ID = b"rollpack.plan", b"rollpack.plan_id"
+_METADATA, _INTACT, _ID = b"rollpack.plan", b"rollpack.plan_intact", b"rollpack.plan_id"
 
 
 class Step(NamedTuple):
@@ -135,14 +135,22 @@ class Plan(Saved):
     def rows_by_source(self, rows: npt.NDArray[np.int64]) -> dict[SourceName, npt.NDArray[np.int64]]:
         """Where these rows lie: for each source that has some of them, its rows, counted from 0 within it, in order.
 
+        Args:
+            rows: integers, rows of the data as in :meth:`rows`; -1, the row of a placeholder, lies nowhere.
+
         Raises:
-            PlanError: no source was named (see :meth:`Summary.concat`).
+            PlanError: no source was named (see :meth:`Summary.concat`), or there is no such row.
         """
         if not self.sources:
             raise PlanError("this plan has no sources: its summary was made without source=")
         names, sizes = zip(*self.sources, strict=True)
         ends = np.cumsum(sizes, dtype=np.int64)
-        rows = np.sort(rows)
+        rows = np.sort(np.asarray(rows))
+        if rows.size and rows.dtype.kind not in "iu":
+            raise PlanError(f"rows are {rows.dtype}; they have to be integers")
+        if rows.size and not (rows[0] >= -1 and rows[-1] < self.num_rows):
+            wrong = rows[-1] if rows[0] >= -1 else rows[0]
+            raise PlanError(f"there is no row {wrong}: the data of this plan has {self.num_rows}, counted from 0")
         bounds = np.searchsorted(rows, [0, *ends]).tolist()
         return {
             name: rows[a:b] - (end - size)
@@ -202,7 +210,8 @@ class Plan(Saved):
 
     def to_bytes(self) -> bytes:
         """The plan as one Arrow IPC file."""
-        batch = self._whole_batch().replace_schema_metadata({_METADATA: self._describe(), _ID: self.id})
+        described = self._describe()
+        batch = self._whole_batch().replace_schema_metadata({_METADATA: described, _INTACT: digest(described), _ID: self.id})
         sink = pa.BufferOutputStream()
         with pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
@@ -218,6 +227,9 @@ class Plan(Saved):
         try:
             reader = pa.ipc.open_file(pa.BufferReader(data))
             metadata, batch = reader.schema.metadata or {}, reader.get_batch(0)
+            # What is described is believed only if it is whole: of a number that grew there would be tables of any size.
+            if digest(metadata[_METADATA]) != metadata[_INTACT]:
+                raise ValueError("its description was damaged")
             batch.validate(full=True)
             plan = cls._from_description(metadata[_METADATA], batch)
             intact = metadata[_ID].decode() == plan.id
@@ -261,7 +273,10 @@ class Plan(Saved):
         per_rank = np.array([step.num_micro_batches for step in steps], dtype=np.int64)
         first = np.concatenate([[0], np.cumsum(per_rank * settings.dp_size)])
         step, rank, micro_batch = (placements.column(name).to_numpy() for name in ("step", "dp_rank", "micro_batch"))
-        counts = np.bincount(first[step] + rank * per_rank[step] + micro_batch, minlength=first[-1])
+        index = first[step] + rank * per_rank[step] + micro_batch
+        if not (index.min() >= 0 and index.max() < first[-1]):
+            raise ValueError("a sample lies in a micro-batch that there is not")
+        counts = np.bincount(index, minlength=first[-1])
         return cls(
             steps=steps,
             settings=settings,

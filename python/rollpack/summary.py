@@ -15,7 +15,7 @@ import pyarrow as pa
 from rollpack import _core
 from rollpack._arrow import int64_array
 from rollpack._errors import DataError, PlanError, RollpackError, SchemaError
-from rollpack._files import Saved
+from rollpack._files import Saved, digest
 from rollpack._sources import Request, Source, reading
 
 #: What a shard is called: its place in the order of shards.
@@ -44,6 +44,8 @@ class Summary(Saved):
     group_key: tuple[str, ...]
     request: Request
     sources: tuple[tuple[SourceName, int], ...] = ()
+    #: The columns of the data that were read. Where there was no loss mask, every token of a response is trained.
+    _read: tuple[str, ...] = ()
 
     @property
     def groups(self) -> bool:
@@ -102,8 +104,13 @@ class Summary(Saved):
 
         Raises:
             DataError: there is none, one has no source, or a source is there twice.
-            SchemaError: shards differ in their keys, in ``columns=``, or in the types of their ids.
+            SchemaError: shards differ in the columns that they were read from (one has a loss mask and one has none), in
+                their keys, in ``columns=``, or in the types of their ids.
         """
+        shards = list(shards)
+        for shard in shards:
+            if not isinstance(shard, Summary):
+                raise DataError(f"a {type(shard).__name__} is no summary; summarize each shard: summarize(..., source=...)")
         pieces = [piece for shard in shards for piece in shard._by_source()]
         if not pieces:
             raise DataError("there are no summaries to join")
@@ -126,6 +133,7 @@ class Summary(Saved):
             group_key=first.group_key,
             request=first.request,
             sources=tuple((name, batch.num_rows) for name, _, batch in pieces),
+            _read=first._read,
         )
 
     def _by_source(self) -> list[tuple[SourceName, Summary, pa.RecordBatch]]:
@@ -148,10 +156,16 @@ class Summary(Saved):
                     f"the {what} is {mine} in source {own_name!r} and {theirs} in source {name!r}; summarize all shards "
                     "with the same arguments, from data that has the same columns"
                 )
-        if self.request != other.request:
+        if self.request.columns != other.request.columns:
             raise SchemaError(
                 f"source {own_name!r} was summarized with columns={dict(self.request.columns)} and source {name!r} with "
                 f"columns={dict(other.request.columns)}: name the columns alike"
+            )
+        if self._read != other._read:
+            mine, theirs = (", ".join(s._read) or "none" for s in (self, other))
+            raise SchemaError(
+                f"the columns that were read are {mine} in source {own_name!r} and {theirs} in source {name!r}; give all "
+                "shards the same columns, and summarize them with the same arguments"
             )
         for mine, theirs in zip(self._batch.schema, other._batch.schema, strict=True):
             if mine.type != theirs.type:
@@ -169,6 +183,7 @@ class Summary(Saved):
             "columns": dict(self.request.columns),
             "read_key": self.request.rollout_key,
             "sources": self.sources or None,
+            "read": self._read,
         }
         # What the receiver can tell by itself stays here: rows, and ids that are rows.
         left_out = ["row"] if self.rollout_key else ["row", "rollout_id"]
@@ -179,7 +194,8 @@ class Summary(Saved):
         codec = "lz4" if pa.Codec.is_available("lz4") else None
         with pa.ipc.new_stream(sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=codec)) as writer:
             writer.write_batch(batch)
-        return sink.getvalue().to_pybytes()  # type: ignore[no-any-return]
+        stream: bytes = sink.getvalue().to_pybytes()
+        return stream + digest(stream)  # readers of Arrow stop where the stream ends
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
@@ -188,6 +204,9 @@ class Summary(Saved):
         Raises:
             DataError: this is no summary, or it was damaged.
         """
+        size = len(digest())
+        if data[-size:] != digest(data[:-size]):
+            raise DataError("this is no summary that rollpack saved, or it was damaged")
         try:
             reader = pa.ipc.open_stream(pa.BufferReader(data))
             described = json.loads((reader.schema.metadata or {})[_METADATA])
@@ -211,8 +230,9 @@ class Summary(Saved):
                 group_key=tuple(described["group_key"]),
                 request=Request.make(described["columns"], described["read_key"], groups=groups),
                 sources=sources,
+                _read=tuple(described["read"]),
             )
-        except Exception as error:  # damaged bytes fail in as many ways as there are bytes
+        except Exception as error:  # what another version wrote, say, fails in many ways
             raise DataError(f"this is no summary that rollpack saved: {type(error).__name__}: {error}") from error
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -266,9 +286,14 @@ def summarize(
     if by_source:
         own = tuple(part for part in request.rollout_key if part != "source")
         request = Request.make(columns, own, groups=request.groups)
-    streams = Source.of(data).streams(request)
-    with reading(streams):
-        batch, key = _core.summarize(streams, request)
+    try:
+        streams = Source.of(data).streams(request)
+        with reading(streams):
+            batch, key, read = _core.summarize(streams, request)
+    except SchemaError as error:
+        if error.column != "source" or name is not None:
+            raise
+        raise SchemaError(f"{error}. For the name of the shard in a key, pass it as source=", "source") from None
     # A rollout of a group of a source is one of that source.
     if by_source or ("source" in group_key and "group_index" in key):
         if not key:
@@ -276,7 +301,8 @@ def summarize(
                 "column 'rollout_id': is missing, and rollout_key asks for an id within the source", "rollout_id"
             )
         key = ["source", *key]
-    return Summary(batch, tuple(key), group_key, request, () if name is None else ((name, batch.num_rows),))
+    sources = () if name is None else ((name, batch.num_rows),)
+    return Summary(batch, tuple(key), group_key, request, sources, tuple(read))
 
 
 def summary_of(
@@ -289,6 +315,8 @@ def summary_of(
         SchemaError, DataError: as for :func:`summarize`.
     """
     if not isinstance(data_or_summary, Summary):
+        if isinstance(data_or_summary, list | tuple) and any(isinstance(part, Summary) for part in data_or_summary):
+            raise PlanError("these are several summaries; join them: rollpack.Summary.concat(...)")
         return summarize(data_or_summary, groups=groups, columns=columns, rollout_key=rollout_key)
     if columns is not None or rollout_key != "rollout_id":
         raise PlanError("columns= and rollout_key= belong to summarize; this summary was made with its own")
@@ -299,17 +327,29 @@ def _source_name(source: Any) -> SourceName | None:
     if source is None:
         return None
     if isinstance(source, str | os.PathLike) and isinstance(path := os.fspath(source), str):
+        if not _is_text(path):
+            raise RollpackError(f"source is {path!r}, which is no text that UTF-8 can hold; give it another name")
         return path
     if isinstance(source, int | np.integer) and not isinstance(source, bool):
+        if not -(2**63) <= source < 2**63:
+            raise RollpackError(f"source is {source}, which does not fit int64; give it another number, or a string")
         return int(source)
     raise RollpackError(f"source is {source!r}; it has to be a string, a path or an integer")
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _group_key(groups: bool | Sequence[str], source: Any) -> tuple[str, ...]:
     if isinstance(groups, bool | np.bool_):
         return ("group_index",) if groups else ()
-    key = (groups,) if isinstance(groups, str) else tuple(groups)
-    if sorted(key) not in (["group_index"], ["group_index", "source"]):
+    key = (groups,) if isinstance(groups, str) else groups
+    if not isinstance(key, Sequence) or sorted(map(str, key)) not in (["group_index"], ["group_index", "source"]):
         raise RollpackError(f"groups is {groups!r}; it has to be True, False or ('source', 'group_index')")
     if "source" in key and source is None:
         raise RollpackError("groups asks for the source, and there is none; pass source=")

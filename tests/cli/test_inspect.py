@@ -77,6 +77,12 @@ def test_text(run, rollouts):
     ]
 
 
+def test_a_key_of_one_column_goes_by_its_name(run, rollouts):
+    status, out, _ = run("inspect", rollouts, "--rollout-key", "group_index", "--json")
+    found = json.loads(out)
+    assert (status, found["rollouts"], found["rollout_key"]) == (0, 2, ["group_index"])
+
+
 def test_without_ids_each_row_is_a_rollout(run, tmp_path):
     file = write(tmp_path / "a.jsonl", [{"tokens": [1, 2], "loss_mask": [1]}, {"tokens": [3, 4], "loss_mask": [0]}])
     status, out, _ = run("inspect", file, "--json")

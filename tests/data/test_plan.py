@@ -693,6 +693,15 @@ def test_a_damaged_plan_is_found_out_or_whole(at, damage):
     same(WHOLE, loaded)
 
 
+def test_a_description_that_was_damaged_is_not_believed():
+    """A number of micro-batches that grew would ask for a table of as many, before anybody sees that it is wrong."""
+    damaged = SAVED.replace(b"[[3, null, 9, 2]]", b"[[3,null,9,9999]]")
+    assert len(damaged) == len(SAVED)
+    assert damaged != SAVED
+    with pytest.raises(rollpack.DataError, match="description was damaged"):
+        rollpack.Plan.from_bytes(damaged)
+
+
 # ------------------------------------------------------------------------------------------------------- for all input
 
 

@@ -158,6 +158,97 @@ def test_what_is_no_summary_is_refused(tmp_path):
         rollpack.Summary.from_bytes(whole[: len(whole) // 2])
 
 
+SENT = joined(cut(WHOLE.slice(0, 3), 2), rollout_key=("source", "rollout_id")).to_bytes()
+
+
+@pytest.mark.parametrize("at", range(len(SENT)))
+def test_a_summary_with_a_wrong_byte_is_refused(at):
+    """Also one that would be another sound summary: other ids make other weights."""
+    damaged = bytearray(SENT)
+    damaged[at] ^= 0x41
+    with pytest.raises(rollpack.DataError, match="damaged"):
+        rollpack.Summary.from_bytes(bytes(damaged))
+
+
+def test_a_summary_that_was_cut_short_is_refused():
+    for end in (0, 1, 15, 16, 17, len(SENT) // 2, len(SENT) - 3, len(SENT) - 1):
+        with pytest.raises(rollpack.DataError, match="damaged"):
+            rollpack.Summary.from_bytes(SENT[:end])
+
+
+def test_others_can_read_a_saved_summary_as_arrow():
+    assert pa.ipc.open_stream(SENT).read_all()["mask_sum"].to_pylist() == [1, 1, 2]
+
+
+def test_a_shard_without_a_mask_does_not_join_one_with_a_mask():
+    """Its responses would be trained as a whole, and those of the others would not."""
+    masked = rollpack.summarize(WHOLE, source="a")
+    bare = WHOLE.drop_columns(["loss_mask"]).append_column("response_length", pa.array([1] * 7))
+    with pytest.raises(rollpack.SchemaError, match=r"tokens, loss_mask, rollout_id in source 'a'.*tokens, response_length"):
+        rollpack.Summary.concat([masked, rollpack.summarize(bare, source="b")])
+    sent = rollpack.Summary.from_bytes(rollpack.summarize(bare, source="b").to_bytes())
+    with pytest.raises(rollpack.SchemaError, match="columns that were read"):
+        rollpack.Summary.concat([masked, sent])
+
+
+def test_shards_with_ids_of_other_names_say_which():
+    named = WHOLE.rename_columns({"rollout_id": "uid"})
+    shards = [
+        rollpack.summarize(WHOLE, source="a"),
+        rollpack.summarize(named, source="b", rollout_key="uid"),
+    ]
+    with pytest.raises(rollpack.SchemaError, match=r"loss_mask, rollout_id in source 'a'.*loss_mask, uid in source 'b'"):
+        rollpack.Summary.concat(shards)
+
+
+@pytest.mark.parametrize("source", [2**63, -(2**63) - 1, 2**70, np.uint64(2**63)])
+def test_a_source_that_int64_does_not_hold_is_refused(source):
+    with pytest.raises(rollpack.RollpackError, match="int64"):
+        rollpack.summarize(WHOLE, source=source)
+
+
+def test_the_largest_sources_stay_apart():
+    shards = [rollpack.summarize(WHOLE, source=n, rollout_key=("source", "rollout_id")) for n in (2**63 - 1, -(2**63))]
+    summary = rollpack.Summary.concat(shards)
+    assert rollpack.plan(summary, micro_batch_size=14).steps[0].num_rollouts == 6
+    assert set(summary.to_arrow()["source"].to_pylist()) == {2**63 - 1, -(2**63)}
+
+
+def test_a_source_that_is_no_text_is_refused():
+    with pytest.raises(rollpack.RollpackError, match=r"'a\\udcff'.*UTF-8"):
+        rollpack.summarize(WHOLE, source="a\udcff")
+
+
+@pytest.mark.parametrize("rows", [[7], [-2], [0, 99], [0.5, 3], [True]])
+def test_rows_that_the_plan_does_not_have_are_refused(rows):
+    plan = rollpack.plan(joined(cut(WHOLE, 2, 4)), micro_batch_size=7)
+    with pytest.raises(rollpack.PlanError, match=r"row|integers"):
+        plan.rows_by_source(np.array(rows))
+    assert plan.rows_by_source(np.array([-1])) == {}
+    assert plan.rows_by_source(np.array([])) == {}
+
+
+def test_what_is_no_summary_is_not_joined():
+    with pytest.raises(rollpack.DataError, match=r"a Table is no summary.*source="):
+        rollpack.Summary.concat([WHOLE, WHOLE])
+    summary = rollpack.summarize(WHOLE, source="a")
+    with pytest.raises(rollpack.PlanError, match="Summary.concat"):
+        rollpack.plan([summary, summary], micro_batch_size=7)
+    with pytest.raises(rollpack.DataError, match="no shard was passed.*'a'"):
+        list(rollpack.pack({}, rollpack.plan(summary, micro_batch_size=7)))
+
+
+@pytest.mark.parametrize("groups", [None, 1, ["group_index", 3], b"group_index"])
+def test_groups_that_are_none_of_the_choices(groups):
+    with pytest.raises(rollpack.RollpackError, match="groups is"):
+        rollpack.summarize(WHOLE, groups=groups)
+
+
+def test_a_key_with_the_source_says_where_its_name_comes_from():
+    with pytest.raises(rollpack.SchemaError, match=r"'source': is missing.*source="):
+        rollpack.summarize(WHOLE, rollout_key=("source", "rollout_id"))
+
+
 # ------------------------------------------------------------------------------------------------------------ keys
 
 

@@ -136,8 +136,10 @@ class Shards:
         """Where ``data`` is a mapping from names of ``sizes``.
 
         Raises:
-            DataError: some are names, and others are not.
+            DataError: some are names, and others are not; or there is none at all.
         """
+        if sizes and isinstance(data, Mapping) and not data:
+            raise DataError(f"no shard was passed, and the plan has the sources {_few([name for name, _ in sizes])}")
         if isinstance(data, Shards) or not isinstance(data, Mapping) or {name for name, _ in sizes}.isdisjoint(data):
             return data if isinstance(data, Shards) else None
         unknown = [name for name in data if name not in dict(sizes)]

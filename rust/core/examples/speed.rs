@@ -74,6 +74,7 @@ fn main() -> Result<()> {
             key: Vec::new(),
             group: Vec::new(),
             sources: Vec::new(),
+            read: Vec::new(),
         };
         let (ms, planned) = milliseconds(|| plan(&summary, &options()?)?.placed.to_batch());
         println!("{:>7} samples as a plan:   {ms:8.3} ms", planned?.num_rows());

@@ -28,6 +28,8 @@ pub struct Summary {
     pub group: Vec<Ids>,
     /// Where the rows lie that were read apart and joined: the names of the sources and how many rows each has.
     pub sources: Vec<(String, i64)>,
+    /// The columns of the data that were read; none where a summary came back from Arrow.
+    pub read: Vec<String>,
 }
 
 /// Reads batches once. What is wrong goes to `faults`: rows with a fault are left out, and reading stops where
@@ -119,6 +121,7 @@ pub fn summarize(
         key,
         group,
         sources: Vec::new(),
+        read: read.unwrap_or_default(),
     })
 }
 
@@ -230,6 +233,7 @@ impl Summary {
             key: ids(names)?,
             group: ids(groups)?,
             sources,
+            read: Vec::new(),
         };
         summary.check()?;
         Ok(summary)

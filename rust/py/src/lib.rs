@@ -89,8 +89,8 @@ impl From<Request> for columns::Request {
 /// (kind, column, row, message)
 type Fault = (&'static str, Option<String>, Option<i64>, String);
 
-/// A summary, the names of its key columns, and at most `limit` faults.
-type Read = (RecordBatch, Vec<String>, Faults);
+/// A summary, the names of its key columns, the columns that were read, and at most `limit` faults.
+type Read = (RecordBatch, Vec<String>, Vec<String>, Faults);
 
 fn read(py: Python<'_>, data: Vec<Stream>, request: Request, limit: usize) -> PyResult<Read> {
     released(py, move || {
@@ -98,21 +98,21 @@ fn read(py: Python<'_>, data: Vec<Stream>, request: Request, limit: usize) -> Py
         let mut faults = Faults::new(limit);
         let summary = summary::summarize(data.into_iter().flatten(), &request, &mut faults)?;
         let key = summary.key_names(&request);
-        Ok((summary.to_batch(&key)?, key, faults))
+        Ok((summary.to_batch(&key)?, key, summary.read, faults))
     })
 }
 
-/// The summary as a `pyarrow.RecordBatch` and the names of its key columns.
+/// The summary as a `pyarrow.RecordBatch`, the names of its key columns, and the columns of the data that were read.
 #[pyfunction]
 fn summarize(
     py: Python<'_>,
     data: Vec<Stream>,
     request: Request,
-) -> PyResult<(Bound<'_, PyAny>, Vec<String>)> {
-    let (batch, key, mut faults) = read(py, data, request, 1)?;
+) -> PyResult<(Bound<'_, PyAny>, Vec<String>, Vec<String>)> {
+    let (batch, key, columns, mut faults) = read(py, data, request, 1)?;
     match faults.found.pop() {
         Some(fault) => Err(raise(py, &fault)),
-        None => Ok((PyRecordBatch::new(batch).into_pyarrow(py)?, key)),
+        None => Ok((PyRecordBatch::new(batch).into_pyarrow(py)?, key, columns)),
     }
 }
 
@@ -123,7 +123,7 @@ fn inspect(
     data: Vec<Stream>,
     request: Request,
 ) -> PyResult<(Bound<'_, PyAny>, Vec<String>, Vec<Fault>)> {
-    let (batch, key, faults) = read(py, data, request, usize::MAX)?;
+    let (batch, key, _, faults) = read(py, data, request, usize::MAX)?;
     let describe = |fault: Error| match fault {
         Error::Schema { column, message } => ("schema", Some(column), None, message),
         Error::Data { column, row, message } => ("data", Some(column), Some(row), message),

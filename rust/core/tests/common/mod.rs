@@ -107,6 +107,7 @@ pub fn rows(samples: &[(i64, i64)]) -> Summary {
         key: Vec::new(),
         group: Vec::new(),
         sources: Vec::new(),
+        read: Vec::new(),
     }
 }
 
