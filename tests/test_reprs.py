@@ -118,6 +118,10 @@ MORE = {
         lambda: _sum_of_sample_mean._WeightedSum([torch.ones(3), torch.ones(2)], np.array([0.5, 1.0])),
         "Σ weight x mask x loss over 5 response positions",
     ),
+    "reducer without settings": (
+        lambda: LossReducer(backend="fsdp"),
+        "LossReducer(backend='fsdp', denominators='original')",
+    ),
     "micro-batch on a device": (
         lambda: next(rollpack.pack(TABLE, plan(), dp_rank=1)).to("cpu"),
         "MicroBatch(1 samples, 3 positions, sample_mean, step 0, dp_rank 1, cp_rank 0, 0 of 1)",

@@ -1,0 +1,184 @@
+//! How few and how even: held on small inputs against every possibility there is, and against values worked out by hand.
+#![allow(clippy::unwrap_used, clippy::panic)] // a test that cannot go on has failed
+
+mod common;
+
+use common::cases;
+use proptest::prelude::*;
+use rollpack_core::balance::{Limit, Shape, Sync, schedule};
+use rollpack_core::bins::{best_fit_decreasing, few_bins, fill_each, longest_first};
+use rollpack_core::cost::Cost;
+use rollpack_core::lockstep::{deal_rounds, level_fill};
+use rollpack_core::partition::{differencing, partition};
+
+fn shape(limit: Limit, dp_size: usize, sync: Sync) -> Shape {
+    Shape { dp_size, limit, multiple: 1, placeholders: false, sync }
+}
+
+fn load(costs: &[Cost], samples: &[usize]) -> Cost {
+    samples.iter().map(|s| costs[*s]).sum()
+}
+
+/// Tokens cost 1 each.
+fn by_tokens(lengths: &[i64]) -> Vec<Cost> {
+    lengths.iter().map(|n| *n as Cost).collect()
+}
+
+/// The fewest bins that hold these lengths, by trying every way.
+fn fewest(lengths: &[i64], capacity: i64) -> usize {
+    fn place(rest: &[i64], bins: &mut Vec<i64>, capacity: i64, best: &mut usize) {
+        let Some((length, rest)) = rest.split_first() else {
+            *best = bins.len().min(*best);
+            return;
+        };
+        for i in 0..bins.len() {
+            if bins[i] + length <= capacity {
+                bins[i] += length;
+                place(rest, bins, capacity, best);
+                bins[i] -= length;
+            }
+        }
+        bins.push(*length);
+        place(rest, bins, capacity, best);
+        bins.pop();
+    }
+    let mut best = lengths.len();
+    place(lengths, &mut Vec::new(), capacity, &mut best);
+    best
+}
+
+/// The most that a subset of these lengths fills of `room`.
+fn fullest(lengths: &[i64], room: i64) -> i64 {
+    let sums = (0..1u32 << lengths.len())
+        .map(|chosen| (0..lengths.len()).filter(|i| chosen >> i & 1 == 1).map(|i| lengths[i]).sum::<i64>());
+    sums.filter(|sum| *sum <= room).max().unwrap()
+}
+
+/// What the heavier of two parts can be brought down to by swapping one sample of each; as it is, if no swap helps.
+fn after_the_best_swap(costs: &[Cost], heavy: &[usize], light: &[usize]) -> Cost {
+    let (most, least) = (load(costs, heavy), load(costs, light));
+    let swapped = |(a, b): (&usize, &usize)| {
+        let (a, b) = (costs[*a], costs[*b]);
+        (most + b - a).max(least + a - b)
+    };
+    heavy.iter().flat_map(|a| light.iter().map(move |b| (a, b))).map(swapped).fold(most, Cost::min)
+}
+
+/// No swap of two samples makes the heaviest part lighter, and no other part heavier than that.
+fn no_swap_helps(costs: &[Cost], parts: &[Vec<usize>]) {
+    let heaviest = parts.iter().max_by_key(|part| load(costs, part)).unwrap();
+    for part in parts {
+        assert_eq!(
+            after_the_best_swap(costs, heaviest, part),
+            load(costs, heaviest),
+            "{parts:?} of {costs:?}"
+        );
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(100))]
+
+    #[test]
+    fn each_bin_of_the_second_method_is_as_full_as_can_be(lengths in prop::collection::vec(1..40_i64, 1..8)) {
+        let bins = fill_each(&lengths, 50, 500);
+        let mut left: Vec<usize> = longest_first(&lengths);
+        for bin in &bins {
+            prop_assert_eq!(bin[0], left[0], "the longest that is left comes first");
+            let of = |samples: &[usize]| -> Vec<i64> { samples.iter().map(|s| lengths[*s]).collect() };
+            let filled: i64 = of(&bin[1..]).iter().sum();
+            prop_assert_eq!(filled, fullest(&of(&left[1..]), 50 - lengths[bin[0]]));
+            left.retain(|sample| !bin.contains(sample));
+        }
+        prop_assert!(left.is_empty());
+    }
+
+    #[test]
+    fn best_fit_is_at_most_one_over_the_fewest(lengths in prop::collection::vec(1..30_i64, 1..9)) {
+        // Of so few samples.
+        let fewest = fewest(&lengths, 30);
+        let found = best_fit_decreasing(&lengths, 30).len();
+        prop_assert!(found <= fewest + 1, "{} where {} would do", found, fewest);
+        let searched = few_bins(&lengths, 30, |_| false).len();
+        prop_assert!((fewest..=found).contains(&searched));
+    }
+
+    /// Both where lengths are close to each other and where they are not, as these are sorted in two ways.
+    #[test]
+    fn longest_first_is_a_stable_sort(lengths in prop::collection::vec(0..200_i64, 0..60), scale in 1..1_000_i64) {
+        let lengths: Vec<i64> = lengths.iter().map(|n| n / 20 * scale).collect();
+        let mut expected: Vec<usize> = (0..lengths.len()).collect();
+        expected.sort_by(|a, b| lengths[*b].cmp(&lengths[*a]).then(a.cmp(b)));
+        prop_assert_eq!(longest_first(&lengths), expected);
+    }
+
+    #[test]
+    fn counted_out_no_swap_makes_the_slowest_faster(
+        costs in prop::collection::vec(1..200_u128, 6..20),
+        dp_size in 2..4_usize,
+        size in 2..5_usize,
+    ) {
+        let lengths = vec![1; costs.len()];
+        let made = schedule(0, &lengths, &costs, &shape(Limit::Samples(size), dp_size, Sync::Step)).unwrap();
+        let ranks: Vec<Vec<usize>> = made.chunks(made.len() / dp_size).map(<[_]>::concat).collect();
+        no_swap_helps(&costs, &ranks);
+        let made = schedule(0, &lengths, &costs, &shape(Limit::Samples(size), dp_size, Sync::MicroBatch)).unwrap();
+        let per_rank = made.len() / dp_size;
+        for k in 0..per_rank {
+            no_swap_helps(&costs, &made[k..].iter().step_by(per_rank).cloned().collect::<Vec<_>>());
+        }
+    }
+}
+
+#[test]
+fn rooms_larger_than_a_table_are_found_too() {
+    // Room for 10 million tokens: 7 + 3, 5 + 5, as where it is for 10.
+    let lengths = [7_000_000, 5_000_000, 3_000_000, 5_000_000];
+    assert_eq!(best_fit_decreasing(&lengths, 10_000_000), [vec![0, 2], vec![1, 3]]);
+    // Of two bins with the same room the one that was filled last is taken: the 1 joins the second 6.
+    let lengths = [6_000_000, 6_000_000, 4_000_001, 1];
+    assert_eq!(best_fit_decreasing(&lengths, 10_000_000), [vec![0], vec![1, 3], vec![2]]);
+    assert_eq!(best_fit_decreasing(&[6, 6, 5, 1], 10), [vec![0], vec![1, 3], vec![2]]);
+}
+
+#[test]
+fn differencing_of_three_parts() {
+    // 9, 8 and 7 are merged to (9, 8, 7), a difference of 2; 6, 5 and 4 to (6, 5, 4); those to 9 + 4, 8 + 5, 7 + 6.
+    let costs = [9, 8, 7, 6, 5, 4];
+    let mut loads: Vec<Cost> = differencing(&costs, 3).iter().map(|part| load(&costs, part)).collect();
+    loads.sort_unstable();
+    assert_eq!(loads, [13, 13, 13]);
+    assert_eq!(partition(&costs, 1), [vec![0, 1, 2, 3, 4, 5]]);
+}
+
+#[test]
+fn rounds_are_dealt_heavy_first_and_each_heaviest_to_who_did_least() {
+    // Rounds of two: 3 and 4, then 9 and 2.
+    let costs = [3, 4, 9, 2];
+    let bins = vec![vec![0], vec![1], vec![2], vec![3]];
+    // The second is the heavier: 9 to rank 0, 2 to rank 1, who then takes the 4.
+    assert_eq!(deal_rounds(bins, &costs, 2), [vec![2], vec![0], vec![3], vec![1]]);
+}
+
+#[test]
+fn a_round_is_filled_up_to_its_share_too() {
+    // Eighteen of 5 over three rounds of two: 15 each, as the share, first of 90 / 6 and then of 60 / 4 and 30 / 2, is more
+    // than the longest.
+    let lengths = [5; 18];
+    let bins = level_fill(&lengths, &by_tokens(&lengths), 100, 2, 3).unwrap();
+    assert_eq!(bins.iter().map(Vec::len).collect::<Vec<_>>(), [3; 6]);
+    // One round takes all that there is.
+    assert_eq!(
+        level_fill(&[3, 2, 1, 1, 1], &[3, 2, 1, 1, 1], 100, 2, 1).unwrap(),
+        [vec![0, 3], vec![1, 2, 4]]
+    );
+}
+
+#[test]
+fn rounds_that_cannot_be_filled_are_none() {
+    // Fewer samples than micro-batches; under the cap in no order; more samples than are tried.
+    assert_eq!(level_fill(&[3, 2, 1], &[3, 2, 1], 10, 2, 2), None);
+    assert_eq!(level_fill(&[7, 7, 7], &[7, 7, 7], 10, 1, 2), None);
+    let many = vec![1; (1 << 17) + 1];
+    assert_eq!(level_fill(&many, &by_tokens(&many), i64::MAX, 1, 1), None);
+}
