@@ -167,7 +167,8 @@ fn a_round_is_filled_up_to_its_share_too() {
     let lengths = [5; 18];
     let bins = level_fill(&lengths, &by_tokens(&lengths), 100, 2, 3).unwrap();
     assert_eq!(bins.iter().map(Vec::len).collect::<Vec<_>>(), [3; 6]);
-    // One round takes all that there is.
+    // One round takes all that there is, though that is far over an even share.
+    assert_eq!(level_fill(&[3, 3, 3], &[3, 3, 3], 100, 2, 1).unwrap(), [vec![0, 2], vec![1]]);
     assert_eq!(
         level_fill(&[3, 2, 1, 1, 1], &[3, 2, 1, 1, 1], 100, 2, 1).unwrap(),
         [vec![0, 3], vec![1, 2, 4]]
