@@ -176,6 +176,13 @@ fn a_round_is_filled_up_to_its_share_too() {
 }
 
 #[test]
+fn a_round_leaves_one_sample_for_each_micro_batch_to_come() {
+    // Beside the 4 there is time for three more of 1, and two have to stay for the second round.
+    let alone: Vec<Vec<usize>> = (0..4).map(|sample| vec![sample]).collect();
+    assert_eq!(level_fill(&[4, 1, 1, 1], &[4, 1, 1, 1], 100, 2, 2).unwrap(), alone);
+}
+
+#[test]
 fn rounds_that_cannot_be_filled_are_none() {
     // Fewer samples than micro-batches; under the cap in no order; more samples than are tried.
     assert_eq!(level_fill(&[3, 2, 1], &[3, 2, 1], 10, 2, 2), None);
