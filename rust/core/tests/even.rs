@@ -54,25 +54,36 @@ fn fullest(lengths: &[i64], room: i64) -> i64 {
     sums.filter(|sum| *sum <= room).max().unwrap()
 }
 
-/// What the heavier of two parts can be brought down to by swapping one sample of each; as it is, if no swap helps.
-fn after_the_best_swap(costs: &[Cost], heavy: &[usize], light: &[usize]) -> Cost {
-    let (most, least) = (load(costs, heavy), load(costs, light));
-    let swapped = |(a, b): (&usize, &usize)| {
-        let (a, b) = (costs[*a], costs[*b]);
-        (most + b - a).max(least + a - b)
+/// Whether no swap of two samples makes the slowest faster: each of `parts` is a list of micro-batches, of at most `cap`
+/// tokens. Where several are the slowest, one of them cannot be made faster. Of parts with more than `most` samples not
+/// every pair is tried.
+fn no_swap_helps(lengths: &[i64], costs: &[Cost], parts: &[Vec<Vec<usize>>], cap: i64, most: usize) -> bool {
+    let total = |part: &[Vec<usize>]| part.iter().map(|bin| load(costs, bin)).sum::<Cost>();
+    let room = |bin: &[usize]| cap - bin.iter().map(|s| lengths[*s]).sum::<i64>();
+    let slowest = parts.iter().map(|part| total(part)).max().unwrap();
+    let swapped = |from: &Vec<usize>, to: &Vec<usize>, faster: Cost| {
+        let mut pairs = from.iter().flat_map(|a| to.iter().map(move |b| (*a, *b)));
+        pairs.any(|(a, b)| {
+            let longer = lengths[a] - lengths[b];
+            let fits = longer <= room(to) && -longer <= room(from);
+            fits && costs[a] > costs[b] && costs[a] - costs[b] < slowest - faster
+        })
     };
-    heavy.iter().flat_map(|a| light.iter().map(move |b| (a, b))).map(swapped).fold(most, Cost::min)
+    let helps = |slow: &Vec<Vec<usize>>, other: &Vec<Vec<usize>>| {
+        slow.iter().any(|from| other.iter().any(|to| swapped(from, to, total(other))))
+    };
+    let others = || parts.iter().filter(|part| part.concat().len() <= most);
+    parts.iter().filter(|part| total(part) == slowest).any(|slow| !others().any(|other| helps(slow, other)))
 }
 
-/// No swap of two samples makes the heaviest part lighter, and no other part heavier than that.
-fn no_swap_helps(costs: &[Cost], parts: &[Vec<usize>]) {
-    let heaviest = parts.iter().max_by_key(|part| load(costs, part)).unwrap();
-    for part in parts {
-        assert_eq!(
-            after_the_best_swap(costs, heaviest, part),
-            load(costs, heaviest),
-            "{parts:?} of {costs:?}"
-        );
+/// What waits for each other: ranks, or the micro-batches of each round.
+fn waiting(made: &[Vec<usize>], dp_size: usize, sync: Sync) -> Vec<Vec<Vec<Vec<usize>>>> {
+    let per_rank = made.len() / dp_size;
+    match sync {
+        Sync::Step => vec![made.chunks(per_rank).map(<[_]>::to_vec).collect()],
+        Sync::MicroBatch => (0..per_rank)
+            .map(|k| made[k..].iter().step_by(per_rank).map(|bin| vec![bin.clone()]).collect())
+            .collect(),
     }
 }
 
@@ -119,13 +130,32 @@ proptest! {
         size in 2..5_usize,
     ) {
         let lengths = vec![1; costs.len()];
-        let made = schedule(0, &lengths, &costs, &shape(Limit::Samples(size), dp_size, Sync::Step)).unwrap();
-        let ranks: Vec<Vec<usize>> = made.chunks(made.len() / dp_size).map(<[_]>::concat).collect();
-        no_swap_helps(&costs, &ranks);
-        let made = schedule(0, &lengths, &costs, &shape(Limit::Samples(size), dp_size, Sync::MicroBatch)).unwrap();
-        let per_rank = made.len() / dp_size;
-        for k in 0..per_rank {
-            no_swap_helps(&costs, &made[k..].iter().step_by(per_rank).cloned().collect::<Vec<_>>());
+        for sync in [Sync::Step, Sync::MicroBatch] {
+            let made = schedule(0, &lengths, &costs, &shape(Limit::Samples(size), dp_size, sync)).unwrap();
+            for parts in waiting(&made, dp_size, sync) {
+                prop_assert!(no_swap_helps(&lengths, &costs, &parts, i64::MAX, usize::MAX), "{:?}", parts);
+            }
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(cases(200))]
+
+    /// Where ranks have up to three samples, so that every pair is tried.
+    #[test]
+    fn under_the_cap_no_swap_makes_the_slowest_faster(
+        lengths in prop::collection::vec(1..40_i64, 8..13),
+        dp_size in 2..5_usize,
+        quadratic in 0..2_u64,
+        micro_batch in any::<bool>(),
+    ) {
+        const CAP: i64 = 60;
+        let costs: Vec<Cost> = lengths.iter().map(|n| (*n + quadratic as i64 * n * n) as Cost).collect();
+        let sync = if micro_batch { Sync::MicroBatch } else { Sync::Step };
+        let Ok(made) = schedule(0, &lengths, &costs, &shape(Limit::Tokens(CAP), dp_size, sync)) else { return Ok(()) };
+        for parts in waiting(&made, dp_size, sync) {
+            prop_assert!(no_swap_helps(&lengths, &costs, &parts, CAP, 3), "{:?}", parts);
         }
     }
 }
