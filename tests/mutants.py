@@ -44,7 +44,7 @@ TESTS = {
     "torch/masks.py": "loss/test_masks.py loss/test_reducer.py loss/test_legacy.py",
     "torch/metrics.py": "loss/test_metrics.py loss/test_legacy.py test_reprs.py",
     "summary.py": "data/test_summarize.py data/test_shards.py data/test_plan.py test_reprs.py",
-    "planning.py": "data/test_plan.py data/test_shards.py data/test_pack.py",
+    "planning.py": "data/test_plan.py data/test_shards.py data/test_pack.py data/test_names.py loss/test_legacy.py",
     "plans.py": "data/test_plan.py data/test_shards.py data/test_pack.py test_reprs.py",
 }
 #: Processor time of one mutant, in seconds: at least, and of what its tests take unchanged.

@@ -4,6 +4,7 @@ import copy
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -442,6 +443,13 @@ REFUSED = {
     "mode": ({"micro_batch_size": 1, "loss_aggregation": "mean"}, "sample_mean, prompt_mean, token_mean, constant"),
     "no divisor": ({"micro_batch_size": 1, "loss_aggregation": "constant"}, "divisor"),
     "divisor of another mode": ({"micro_batch_size": 1, "divisor": 1.0}, "only loss_aggregation 'constant'"),
+    **{
+        f"divisor {divisor}": (
+            {"micro_batch_size": 1, "loss_aggregation": "constant", "divisor": divisor},
+            re.escape(f"divisor is {divisor!r}; it has to be a number"),
+        )
+        for divisor in ("ten", ())
+    },
     "empty": ({"micro_batch_size": 1, "empty": "drop"}, "count or skip"),
     "remainder": ({"micro_batch_size": 1, "remainder": "pad"}, "error, drop or keep"),
     "oversize": ({"micro_batch_size": 1, "oversize": "drop"}, "error or alone"),
