@@ -161,6 +161,20 @@ proptest! {
 }
 
 #[test]
+fn a_search_for_what_no_combination_fills_ends() {
+    // Even lengths never fill an odd cap, so it is the bound in work that ends it, and not 2^40 combinations. They are 1640
+    // together, and 100 of them go into a bin: 17 bins.
+    let lengths: Vec<i64> = (1..=40).map(|n| 2 * n).collect();
+    assert_eq!(fill_each(&lengths, 101, 500).len(), 17);
+}
+
+#[test]
+fn a_length_that_is_absurd_is_sorted_without_counting_up_to_it() {
+    assert_eq!(longest_first(&[3, 1 << 60, i64::MAX]), [2, 1, 0]);
+    assert_eq!(longest_first(&[-2, 5, -3, 5]), [1, 3, 0, 2]);
+}
+
+#[test]
 fn rooms_larger_than_a_table_are_found_too() {
     // Room for 10 million tokens: 7 + 3, 5 + 5, as where it is for 10.
     let lengths = [7_000_000, 5_000_000, 3_000_000, 5_000_000];
