@@ -169,6 +169,25 @@ fn a_search_for_what_no_combination_fills_ends() {
 }
 
 #[test]
+fn of_several_ways_to_deal_the_most_even_is_taken() {
+    // Two ranks cannot do less than half of the tokens each, rounded up.
+    for (lengths, cap) in [
+        (vec![6, 4, 7, 1, 1], 16),
+        (vec![2, 4, 3, 7, 12, 3], 18),
+        (vec![12, 1, 9, 3, 2], 12),
+        (vec![4, 2, 12, 10, 9], 13),
+        (vec![5, 6, 1, 5, 12, 10], 19),
+        (vec![12, 3, 3, 6, 9, 11, 1], 15),
+    ] {
+        let made =
+            schedule(0, &lengths, &by_tokens(&lengths), &shape(Limit::Tokens(cap), 2, Sync::Step)).unwrap();
+        let ranks =
+            made.chunks(made.len() / 2).map(|rank| rank.concat().iter().map(|s| lengths[*s]).sum::<i64>());
+        assert_eq!(ranks.max().unwrap(), (lengths.iter().sum::<i64>() + 1) / 2, "{lengths:?}");
+    }
+}
+
+#[test]
 fn a_length_that_is_absurd_is_sorted_without_counting_up_to_it() {
     assert_eq!(longest_first(&[3, 1 << 60, i64::MAX]), [2, 1, 0]);
     assert_eq!(longest_first(&[-2, 5, -3, 5]), [1, 3, 0, 2]);
