@@ -196,6 +196,7 @@ def forked(cpu: int, tests: list[str], plugin: Any = None, answer: Path | None =
     child = os.fork()
     if not child:
         os.setsid()
+        sys.dont_write_bytecode = not answer  # once without any mutant: tests are not compiled again for each
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))  # processor time: a machine that is busy slows nothing down
         code: int = 9
         with contextlib.suppress(BaseException), open(os.devnull, "w") as null:

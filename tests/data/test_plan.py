@@ -527,6 +527,24 @@ def test_a_summary_was_made_with_names_of_its_own():
             rollpack.plan(summary, micro_batch_size=2, **arguments)
 
 
+def test_a_plan_has_the_same_id_however_its_columns_were_listed():
+    table = of_lengths([3, 4])
+    one, other = (
+        rollpack.plan(table, micro_batch_size=1, columns=dict(columns))
+        for columns in ([("loss_mask", None), ("rollout_id", None)], [("rollout_id", None), ("loss_mask", None)])
+    )
+    assert one.id == other.id
+
+
+def test_a_micro_batch_says_how_many_rollouts_and_groups_there_are():
+    table = of_lengths([3, 4, 5, 6], rollout_id=[7, 7, 8, 9], group_index=[4, 4, 4, 2])
+    arguments = {"micro_batch_size": 4, "columns": {"rollout_id": "rollout_id"}}
+    (packed,) = rollpack.pack(table, rollpack.plan(table, **arguments))
+    assert packed.num_indices == (3, None)
+    (packed,) = rollpack.pack(table, rollpack.plan(table, loss_aggregation="prompt_mean", **arguments))
+    assert packed.num_indices == (3, 2)
+
+
 def test_places_outside_a_plan_are_refused():
     plan = rollpack.plan(of_lengths([3] * 8), micro_batch_size=1, dp_size=2, global_batch_size=4)
     for place, name in (
@@ -537,8 +555,10 @@ def test_places_outside_a_plan_are_refused():
         ((0, 0, 2), "micro_batch"),
         ((0, 0, -1), "micro_batch"),
     ):
-        with pytest.raises(rollpack.PlanError, match=f"{name} is .*2"):
+        with pytest.raises(rollpack.PlanError, match=f"^{name} is .*2"):
             plan.rows(*place)
+    with pytest.raises(rollpack.PlanError, match="^cp_rank is 1, and this plan has 1"):
+        rollpack.pack(of_lengths([3] * 8), plan, step=0, cp_rank=1)
 
 
 # ------------------------------------------------------------------------------------------ the same plan everywhere

@@ -188,6 +188,32 @@ fn of_several_ways_to_deal_the_most_even_is_taken() {
 }
 
 #[test]
+fn the_cap_holds_where_another_cut_would_cost_less() {
+    // Costs are s * s: the four of 1 cost 4 beside the 9 of the 3, and a fifth has no room with them.
+    let (lengths, costs) = ([3, 1, 1, 1, 1, 1], [9, 1, 1, 1, 1, 1]);
+    for sync in [Sync::Step, Sync::MicroBatch] {
+        let made = schedule(0, &lengths, &costs, &shape(Limit::Tokens(4), 2, sync)).unwrap();
+        assert_eq!(made.iter().map(Vec::len).collect::<Vec<_>>(), [2, 4]);
+        assert_eq!(made[0][0], 0);
+    }
+}
+
+#[test]
+fn a_bin_is_split_until_no_micro_batch_is_empty() {
+    let sizes = |num_samples: usize, multiple: usize| {
+        let shape = Shape { multiple, ..shape(Limit::Tokens(100), 1, Sync::Step) };
+        let made = schedule(0, &vec![1; num_samples], &vec![1; num_samples], &shape).unwrap();
+        let mut sizes: Vec<usize> = made.iter().map(Vec::len).collect();
+        sizes.sort_unstable();
+        sizes
+    };
+    // All fit in one: in two halves, those in halves again, and the larger ones once more.
+    assert_eq!(sizes(4, 2), [2, 2]);
+    assert_eq!(sizes(5, 4), [1, 1, 1, 2]);
+    assert_eq!(sizes(7, 7), [1; 7]);
+}
+
+#[test]
 fn a_length_that_is_absurd_is_sorted_without_counting_up_to_it() {
     assert_eq!(longest_first(&[3, 1 << 60, i64::MAX]), [2, 1, 0]);
     assert_eq!(longest_first(&[-2, 5, -3, 5]), [1, 3, 0, 2]);
