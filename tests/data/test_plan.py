@@ -557,6 +557,8 @@ def test_places_outside_a_plan_are_refused():
     ):
         with pytest.raises(rollpack.PlanError, match=f"^{name} is .*2"):
             plan.rows(*place)
+    with pytest.raises(rollpack.PlanError, match="this plan has 2 steps; pass step=, from 0 to 1$"):
+        rollpack.pack(of_lengths([3] * 8), plan)
     with pytest.raises(rollpack.PlanError, match="^cp_rank is 1, and this plan has 1"):
         rollpack.pack(of_lengths([3] * 8), plan, step=0, cp_rank=1)
 
