@@ -158,6 +158,17 @@ def test_what_is_no_summary_is_refused(tmp_path):
         rollpack.Summary.from_bytes(whole[: len(whole) // 2])
 
 
+def test_a_summary_of_like_rows_is_small_and_one_that_says_it_has_more_is_refused():
+    rows = rollpack.summarize({"tokens": [[7] * 3] * 1003, "response_length": [1] * 1003})
+    saved = rows.to_bytes()
+    assert isinstance(saved, bytes)
+    assert len(saved) < 3 * 1003  # compressed: 12 bytes a row before
+    more = saved.replace((1003).to_bytes(8, "little"), (10**9).to_bytes(8, "little"))
+    assert more != saved
+    with pytest.raises(rollpack.DataError, match="no summary that rollpack saved"):
+        rollpack.Summary.from_bytes(more)
+
+
 # ------------------------------------------------------------------------------------------------------------ keys
 
 
