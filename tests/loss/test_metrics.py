@@ -362,6 +362,25 @@ def test_two_processes_that_packed_for_the_same_rank_are_told(monkeypatch):
         log(0, 0)
 
 
+def test_a_process_that_declared_another_normaliser_is_told(monkeypatch):
+    one, other = Metrics({"a": "none"}), Metrics({"a": "count"})
+    rows = torch.stack([one._packed(), other._packed()]).numpy()
+    monkeypatch.setattr("rollpack.torch.metrics._gather", lambda *_: rows)
+    for metrics in (one, other):
+        with pytest.raises(rollpack.PlanError, match="ranks declared different metrics"):
+            metrics.log()
+
+
+def test_a_step_in_which_nothing_was_added_is_a_step():
+    table = EXAMPLES["four_samples"].table()
+    plan = rollpack.plan(table, micro_batch_size=2, global_batch_size=2)
+    metrics = Metrics({"a": "none"})
+    for step, values in ((0, {"a": 4.0}), (1, {})):
+        for micro_batch in rollpack.pack(table, plan, step=step):
+            metrics.add(micro_batch, values)
+    assert metrics.log() == {"a": 2.0}
+
+
 @pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.int64(2), True, np.bool_(True)])
 def test_a_number_may_be_of_any_kind(value):
     metrics = Metrics({"a": "none"})
