@@ -360,6 +360,13 @@ def test_two_processes_that_packed_for_the_same_rank_are_told(monkeypatch):
     assert log(0, 1) == {"loss": pytest.approx(1.0)}
     with pytest.raises(rollpack.PlanError, match="same dp_rank and cp_rank: pass each process's own to pack"):
         log(0, 0)
+    # A process that added nothing adds nothing: two of the four samples are on rank 0, and pass by twice.
+    metrics = packed_for(0)
+    for packed in rollpack.pack(table, plan, dp_rank=0):
+        metrics.add(packed, {"loss": torch.ones(len(packed.tokens))})
+    rows = torch.stack([metrics._packed(), Metrics({"loss": "sample_mean"})._packed()]).numpy()
+    monkeypatch.setattr("rollpack.torch.metrics._gather", lambda *_: rows)
+    assert metrics.log() == {"loss": pytest.approx(0.5)}
 
 
 def test_a_process_that_declared_another_normaliser_is_told(monkeypatch):
