@@ -240,9 +240,10 @@ def test_where_nothing_was_added_a_sum_is_zero_and_the_rest_is_left_out():
 
 def test_a_log_begins_anew():
     metrics = Metrics({"x": "sample_mean"})
-    for _ in range(2):
-        add_all(metrics, EXAMPLES["all_apart"])
-        assert metrics.log() == {"x": 17 / 4}
+    for factor in (2, 1):
+        add_all(metrics, EXAMPLES["all_apart"], value=lambda loss, factor=factor: factor * loss)
+        assert metrics.log() == {"x": factor * 17 / 4}
+    assert metrics.log() == {"x": 0.0}
 
 
 def test_epochs_over_one_plan_are_averaged_too():

@@ -162,10 +162,10 @@ proptest! {
 
 #[test]
 fn a_search_for_what_no_combination_fills_ends() {
-    // Even lengths never fill an odd cap, so it is the bound in work that ends it, and not 2^40 combinations. They are 1640
-    // together, and 100 of them go into a bin: 17 bins.
-    let lengths: Vec<i64> = (1..=40).map(|n| 2 * n).collect();
-    assert_eq!(fill_each(&lengths, 101, 500).len(), 17);
+    // Even lengths never fill an odd cap, so it is the bound in work that ends it, and not 2^80 combinations. They are 6480
+    // together, and 1000 of them go into a bin: 7 bins.
+    let lengths: Vec<i64> = (1..=80).map(|n| 2 * n).collect();
+    assert_eq!(fill_each(&lengths, 1001, 500).len(), 7);
 }
 
 #[test]
