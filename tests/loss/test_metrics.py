@@ -361,6 +361,16 @@ def test_two_processes_that_packed_for_the_same_rank_are_told(monkeypatch):
     assert log(0, 1) == {"loss": pytest.approx(1.0)}
     with pytest.raises(rollpack.PlanError, match="same dp_rank and cp_rank: pass each process's own to pack"):
         log(0, 0)
+    # So are context-parallel ranks.
+    halves = rollpack.plan(table, micro_batch_size=4, cp_size=2)
+    metrics = [Metrics({"loss": "sample_mean"}) for _ in range(2)]
+    for each in metrics:
+        for packed in rollpack.pack(table, halves, cp_rank=1):
+            each.add(packed, {"loss": torch.ones(len(packed.tokens))})
+    rows = torch.stack([each._packed() for each in metrics]).numpy()
+    monkeypatch.setattr("rollpack.torch.metrics._gather", lambda *_: rows)
+    with pytest.raises(rollpack.PlanError, match="same dp_rank and cp_rank"):
+        metrics[0].log()
     # A process that added nothing adds nothing: two of the four samples are on rank 0, and pass by twice.
     metrics = packed_for(0)
     for packed in rollpack.pack(table, plan, dp_rank=0):
