@@ -371,6 +371,15 @@ def test_two_processes_that_packed_for_the_same_rank_are_told(monkeypatch):
     monkeypatch.setattr("rollpack.torch.metrics._gather", lambda *_: rows)
     with pytest.raises(rollpack.PlanError, match="same dp_rank and cp_rank"):
         metrics[0].log()
+    # Of two processes that are two ranks each nobody is told.
+    quarters = rollpack.plan(table, micro_batch_size=1, dp_size=4)
+    metrics = [Metrics({"loss": "sample_mean"}) for _ in range(2)]
+    for dp_rank in range(4):
+        for packed in rollpack.pack(table, quarters, dp_rank=dp_rank):
+            metrics[dp_rank // 2].add(packed, {"loss": torch.ones(len(packed.tokens))})
+    rows = torch.stack([each._packed() for each in metrics]).numpy()
+    monkeypatch.setattr("rollpack.torch.metrics._gather", lambda *_: rows)
+    assert metrics[0].log() == {"loss": pytest.approx(1.0)}
     # A process that added nothing adds nothing: two of the four samples are on rank 0, and pass by twice.
     metrics = packed_for(0)
     for packed in rollpack.pack(table, plan, dp_rank=0):
