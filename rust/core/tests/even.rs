@@ -188,11 +188,13 @@ fn of_several_ways_to_deal_the_most_even_is_taken() {
         (vec![5, 6, 1, 5, 12, 10], 19),
         (vec![12, 3, 3, 6, 9, 11, 1], 15),
     ] {
-        let made =
-            schedule(0, &lengths, &by_tokens(&lengths), &shape(Limit::Tokens(cap), 2, Sync::Step)).unwrap();
-        let ranks =
-            made.chunks(made.len() / 2).map(|rank| rank.concat().iter().map(|s| lengths[*s]).sum::<i64>());
-        assert_eq!(ranks.max().unwrap(), (lengths.iter().sum::<i64>() + 1) / 2, "{lengths:?}");
+        for unit in [1, 10_000] {
+            let costs: Vec<Cost> = lengths.iter().map(|n| (*n * unit) as Cost).collect();
+            let made = schedule(0, &lengths, &costs, &shape(Limit::Tokens(cap), 2, Sync::Step)).unwrap();
+            let ranks = made.chunks(made.len() / 2).map(|rank| load(&costs, &rank.concat()));
+            let half = (lengths.iter().sum::<i64>() + 1) / 2;
+            assert_eq!(ranks.max().unwrap(), (half * unit) as Cost, "{lengths:?}");
+        }
     }
 }
 
