@@ -190,6 +190,19 @@ def test_a_summary_of_like_rows_is_small_and_one_that_says_it_has_more_is_refuse
         rollpack.Summary.from_bytes(more)
 
 
+def test_a_summary_whose_ids_lie_outside_their_text_is_refused():
+    saved = rollpack.summarize({"tokens": [[1]] * 2, "response_length": [0] * 2, "rollout_id": ["a", "b"]}).to_bytes()
+    batch = pa.ipc.open_stream(saved).read_next_batch()
+    offsets = pa.py_buffer(np.array([0, 100, 2], dtype=np.int32))
+    ids = pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"ab"))
+    damaged = batch.set_column(batch.schema.get_field_index("rollout_id"), batch.schema.field("rollout_id"), ids)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(damaged)
+    with pytest.raises(rollpack.DataError, match="no summary that rollpack saved"):
+        rollpack.Summary.from_bytes(sink.getvalue().to_pybytes())
+
+
 # ------------------------------------------------------------------------------------------------------------ keys
 
 
