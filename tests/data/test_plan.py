@@ -534,6 +534,7 @@ def test_a_plan_has_the_same_id_however_its_columns_were_listed():
         for columns in ([("loss_mask", None), ("rollout_id", None)], [("rollout_id", None), ("loss_mask", None)])
     )
     assert one.id == other.id
+    assert re.fullmatch("[0-9a-f]{32}", one.id)
 
 
 def test_a_micro_batch_says_how_many_rollouts_and_groups_there_are():
@@ -650,6 +651,7 @@ def plan():
 
 def same(one, other):
     assert one.id == other.id
+    assert re.fullmatch("[0-9a-f]{32}", one.id)
     assert one.steps == other.steps
     assert one.settings == other.settings
     assert placed(one) == placed(other)
