@@ -6,14 +6,15 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export CARGO_TARGET_DIR="$PWD/target/mutants" CARGO_PROFILE_TEST_OPT_LEVEL=0 CARGO_PROFILE_TEST_DEBUG=0
 export PROPTEST_CASES="${PROPTEST_CASES:-30}"
+mkdir -p target/mutants # cargo mutants makes the last folder only
 
+bins="--lib --test=bins_and_balance --test=even"
 declare -A tests=(
-    [arrays]="--test=check --test=pack" [carry]="--test=pack" [rows]="--test=pack" [balance]="--test=bins_and_balance --test=plan" [bins]="--test=bins_and_balance --lib"
+    [arrays]="--test=arrays --test=check --test=pack" [balance]="$bins" [bins]="$bins" [carry]="--test=pack"
     [check]="--test=check" [columns]="--test=check" [cost]="--test=plan" [cut]="--test=cut" [error]="--test=check"
-    [ids]="--test=check" [partition]="--test=bins_and_balance" [waits]="--test=plan" [keep]="--test=plan" [left]="--test=bins_and_balance --test=plan"
-    [lockstep]="--test=bins_and_balance --test=plan" [online]="--test=online" [pack]="--test=pack" [plan]="--test=plan"
-    [steps]="--test=steps" [summary]="--test=summary --test=check" [swaps]="--test=bins_and_balance --test=plan"
-    [weights]="--test=weights"
+    [ids]="--test=check" [keep]="--test=plan" [left]="$bins" [lockstep]="$bins" [online]="--test=online"
+    [pack]="--test=pack" [partition]="$bins" [plan]="--test=plan" [placed]="--test=plan" [rows]="--test=pack" [steps]="--test=steps"
+    [summary]="--test=summary --test=check" [swaps]="$bins" [waits]="--test=plan" [weights]="--test=weights"
 )
 [ $# -gt 0 ] || set -- "${!tests[@]}"
 for file; do

@@ -40,11 +40,13 @@ TESTS = {
     "_sources/request.py": "data/test_summarize.py data/test_sources.py data/test_pack.py",
     "torch/backends.py": "loss/test_backends.py loss/test_online.py",
     "torch/weights.py": "loss/test_reducer.py loss/test_legacy.py",
-    "torch/reducer.py": "loss/test_reducer.py loss/test_steps.py loss/test_masks.py loss/test_backends.py",
+    "torch/reducer.py": "loss/test_reducer.py loss/test_steps.py loss/test_masks.py loss/test_backends.py "
+    "loss/test_online.py test_reprs.py",
     "torch/masks.py": "loss/test_masks.py loss/test_reducer.py loss/test_legacy.py",
-    "torch/metrics.py": "loss/test_metrics.py loss/test_legacy.py",
-    "summary.py": "data/test_summarize.py data/test_shards.py data/test_plan.py",
-    "planning.py": "data/test_plan.py data/test_shards.py data/test_pack.py",
+    "torch/metrics.py": "loss/test_metrics.py loss/test_legacy.py test_reprs.py",
+    "summary.py": "data/test_summarize.py data/test_shards.py data/test_plan.py test_reprs.py",
+    "planning.py": "data/test_plan.py data/test_shards.py data/test_pack.py data/test_names.py loss/test_legacy.py",
+    "plans.py": "data/test_plan.py data/test_shards.py data/test_pack.py data/test_show.py test_reprs.py",
 }
 #: Processor time of one mutant, in seconds: at least, and of what its tests take unchanged.
 LEAST, FACTOR = 20, 4
@@ -194,6 +196,7 @@ def forked(cpu: int, tests: list[str], plugin: Any = None, answer: Path | None =
     child = os.fork()
     if not child:
         os.setsid()
+        sys.dont_write_bytecode = not answer  # once without any mutant: tests are not compiled again for each
         resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))  # processor time: a machine that is busy slows nothing down
         code: int = 9
         with contextlib.suppress(BaseException), open(os.devnull, "w") as null:

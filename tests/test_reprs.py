@@ -118,6 +118,17 @@ MORE = {
         lambda: _sum_of_sample_mean._WeightedSum([torch.ones(3), torch.ones(2)], np.array([0.5, 1.0])),
         "Σ weight x mask x loss over 5 response positions",
     ),
+    "plan of several steps": (
+        lambda: rollpack.plan(
+            {"tokens": [[1]] * 3, "response_length": [0] * 3}, micro_batch_size=1, global_batch_size=2, remainder="keep"
+        ),
+        "Plan(3 samples in 2 steps of 1 to 2 micro-batches on each of 1 x 1 dp x cp ranks, sample_mean, fill 100.0%, "
+        "imbalance 1.0000)",
+    ),
+    "reducer without settings": (
+        lambda: LossReducer(backend="fsdp"),
+        "LossReducer(backend='fsdp', denominators='original')",
+    ),
     "micro-batch on a device": (
         lambda: next(rollpack.pack(TABLE, plan(), dp_rank=1)).to("cpu"),
         "MicroBatch(1 samples, 3 positions, sample_mean, step 0, dp_rank 1, cp_rank 0, 0 of 1)",

@@ -4,6 +4,7 @@ import copy
 import math
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -152,6 +153,7 @@ def test_the_table_of_a_plan_by_hand():
         "prompt_mask_sum", "sample_weight",
     ]  # fmt: skip
     assert [str(field.type) for field in table.schema] == ["int64"] * 9 + ["double"]
+    assert not any(field.nullable for field in table.schema)
     expected = {
         0: (0, 2, 1, 1, 4, 1 / 4),
         1: (0, 4, 3, 3, 4, 1 / 4),
@@ -442,6 +444,13 @@ REFUSED = {
     "mode": ({"micro_batch_size": 1, "loss_aggregation": "mean"}, "sample_mean, prompt_mean, token_mean, constant"),
     "no divisor": ({"micro_batch_size": 1, "loss_aggregation": "constant"}, "divisor"),
     "divisor of another mode": ({"micro_batch_size": 1, "divisor": 1.0}, "only loss_aggregation 'constant'"),
+    **{
+        f"divisor {divisor}": (
+            {"micro_batch_size": 1, "loss_aggregation": "constant", "divisor": divisor},
+            re.escape(f"divisor is {divisor!r}; it has to be a number"),
+        )
+        for divisor in ("ten", ())
+    },
     "empty": ({"micro_batch_size": 1, "empty": "drop"}, "count or skip"),
     "remainder": ({"micro_batch_size": 1, "remainder": "pad"}, "error, drop or keep"),
     "oversize": ({"micro_batch_size": 1, "oversize": "drop"}, "error or alone"),
@@ -518,6 +527,25 @@ def test_a_summary_was_made_with_names_of_its_own():
             rollpack.plan(summary, micro_batch_size=2, **arguments)
 
 
+def test_a_plan_has_the_same_id_however_its_columns_were_listed():
+    table = of_lengths([3, 4])
+    one, other = (
+        rollpack.plan(table, micro_batch_size=1, columns=dict(columns))
+        for columns in ([("loss_mask", None), ("rollout_id", None)], [("rollout_id", None), ("loss_mask", None)])
+    )
+    assert one.id == other.id
+    assert re.fullmatch("[0-9a-f]{32}", one.id)
+
+
+def test_a_micro_batch_says_how_many_rollouts_and_groups_there_are():
+    table = of_lengths([3, 4, 5, 6], rollout_id=[7, 7, 8, 9], group_index=[4, 4, 4, 2])
+    arguments = {"micro_batch_size": 4, "columns": {"rollout_id": "rollout_id"}}
+    (packed,) = rollpack.pack(table, rollpack.plan(table, **arguments))
+    assert packed.num_indices == (3, None)
+    (packed,) = rollpack.pack(table, rollpack.plan(table, loss_aggregation="prompt_mean", **arguments))
+    assert packed.num_indices == (3, 2)
+
+
 def test_places_outside_a_plan_are_refused():
     plan = rollpack.plan(of_lengths([3] * 8), micro_batch_size=1, dp_size=2, global_batch_size=4)
     for place, name in (
@@ -528,8 +556,12 @@ def test_places_outside_a_plan_are_refused():
         ((0, 0, 2), "micro_batch"),
         ((0, 0, -1), "micro_batch"),
     ):
-        with pytest.raises(rollpack.PlanError, match=f"{name} is .*2"):
+        with pytest.raises(rollpack.PlanError, match=f"^{name} is .*2"):
             plan.rows(*place)
+    with pytest.raises(rollpack.PlanError, match="this plan has 2 steps; pass step=, from 0 to 1$"):
+        rollpack.pack(of_lengths([3] * 8), plan)
+    with pytest.raises(rollpack.PlanError, match="^cp_rank is 1, and this plan has 1"):
+        rollpack.pack(of_lengths([3] * 8), plan, step=0, cp_rank=1)
 
 
 # ------------------------------------------------------------------------------------------ the same plan everywhere
@@ -556,8 +588,8 @@ def test_the_same_plan_comes_from_every_process():
         environment = os.environ | {"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": seed[0], "RAYON_NUM_THREADS": seed[0]}
         run = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, check=True)
         ids.add(run.stdout)
-    assert len(ids) == 1
-    assert len(ids.pop().strip()) >= 16
+    (plan_id,) = ids
+    assert re.fullmatch("[0-9a-f]{32}", plan_id.strip())
 
 
 @settings(max_examples=25, deadline=None)
@@ -619,6 +651,7 @@ def plan():
 
 def same(one, other):
     assert one.id == other.id
+    assert re.fullmatch("[0-9a-f]{32}", one.id)
     assert one.steps == other.steps
     assert one.settings == other.settings
     assert placed(one) == placed(other)
@@ -679,6 +712,17 @@ def test_a_file_that_is_no_plan_is_named(plan, tmp_path):
 
 WHOLE = rollpack.plan(of_lengths([3, 4, 5]), micro_batch_size=2)
 SAVED = WHOLE.to_bytes()
+
+
+def test_a_plan_that_says_it_has_more_rows_than_it_holds_is_refused():
+    plan = rollpack.plan(of_lengths([3] * 1003), micro_batch_size=2, placeholders=True)
+    saved = plan.to_bytes()
+    assert isinstance(saved, bytes)
+    # The length of the batch and of each of its columns.
+    more = saved.replace((1003).to_bytes(8, "little"), (10**9).to_bytes(8, "little"))
+    assert more.count((10**9).to_bytes(8, "little")) > len(plan.to_arrow().column_names)
+    with pytest.raises(rollpack.DataError, match="no plan that rollpack saved: ArrowInvalid: .* too small"):
+        rollpack.Plan.from_bytes(more)
 
 
 @settings(max_examples=500, deadline=None)

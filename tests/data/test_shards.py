@@ -1,5 +1,6 @@
 """Shards that are summarized apart, planned as one and packed from where they lie."""
 
+import hashlib
 import json
 import pickle
 import re
@@ -132,6 +133,25 @@ def test_rows_of_a_plan_count_through_the_sources():
         rollpack.plan(WHOLE, micro_batch_size=7).rows_by_source(np.array([0]))
 
 
+def test_ids_of_text_keep_their_type_when_shards_are_joined():
+    text = WHOLE.set_column(2, "rollout_id", WHOLE["rollout_id"].cast(pa.string()))
+    assert joined(cut(text, 2, 4)).to_arrow().schema.field("rollout_id").type == pa.string()
+
+
+def test_a_summary_that_was_sent_is_joined_with_one_made_here():
+    for groups in (False, True):
+        here, there = (rollpack.summarize(WHOLE, source=name, groups=groups) for name in "ab")
+        sent = rollpack.Summary.from_bytes(there.to_bytes())
+        assert rollpack.Summary.concat([here, sent]).to_arrow().equals(rollpack.Summary.concat([here, there]).to_arrow())
+
+
+def test_a_summary_prints_groups_and_sources():
+    one, other = (rollpack.summarize(WHOLE, source=name, groups=True) for name in "ab")
+    assert repr(one) == "Summary(7 samples, 21 tokens, 7 trained, with groups)"
+    joint = rollpack.Summary.concat([one, other])
+    assert repr(joint) == "Summary(14 samples, 42 tokens, 14 trained, with groups, 2 sources)"
+
+
 @pytest.mark.parametrize("source", ["b", 7])
 @pytest.mark.parametrize("without", [[], ["rollout_id"]])
 def test_summaries_can_be_pickled_saved_and_sent(source, without, tmp_path):
@@ -249,6 +269,37 @@ def test_a_key_with_the_source_says_where_its_name_comes_from():
         rollpack.summarize(WHOLE, rollout_key=("source", "rollout_id"))
 
 
+def intact(stream):
+    """As rollpack signs it: what else is wrong with it has to be found too."""
+    return stream + hashlib.blake2b(stream, digest_size=16).digest()
+
+
+def test_a_summary_of_like_rows_is_small_and_one_that_says_it_has_more_is_refused():
+    rows = rollpack.summarize({"tokens": [[7] * 3] * 1003, "response_length": [1] * 1003})
+    saved = rows.to_bytes()
+    assert isinstance(saved, bytes)
+    assert len(saved) < 3 * 1003  # compressed: 12 bytes a row before
+    with_ids = {"tokens": [[7] * 3] * 1003, "response_length": [1] * 1003, "rollout_id": [0] * 1003}
+    assert len(rollpack.summarize(with_ids).to_bytes()) < 3 * 1003  # the number of a row is not sent
+    more = saved[:-16].replace((1003).to_bytes(8, "little"), (10**9).to_bytes(8, "little"))
+    assert more != saved[:-16]
+    with pytest.raises(rollpack.DataError, match="no summary that rollpack saved"):
+        rollpack.Summary.from_bytes(intact(more))
+
+
+def test_a_summary_whose_ids_lie_outside_their_text_is_refused():
+    saved = rollpack.summarize({"tokens": [[1]] * 2, "response_length": [0] * 2, "rollout_id": ["a", "b"]}).to_bytes()
+    batch = pa.ipc.open_stream(saved).read_next_batch()
+    offsets = pa.py_buffer(np.array([0, 100, 2], dtype=np.int32))
+    ids = pa.StringArray.from_buffers(2, offsets, pa.py_buffer(b"ab"))
+    damaged = batch.set_column(batch.schema.get_field_index("rollout_id"), batch.schema.field("rollout_id"), ids)
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write_batch(damaged)
+    with pytest.raises(rollpack.DataError, match="no summary that rollpack saved"):
+        rollpack.Summary.from_bytes(intact(sink.getvalue().to_pybytes()))
+
+
 # ------------------------------------------------------------------------------------------------------------ keys
 
 
@@ -336,6 +387,12 @@ def test_what_cannot_be_joined_is_refused():
     refused(
         rollpack.SchemaError, "the rollout_key is rollout_id in source 'a' and none in source 'b'", [one(), one("b", no_ids)]
     )
+    by_source = {"rollout_key": ("source", "rollout_id")}
+    refused(
+        rollpack.SchemaError,
+        "the rollout_key is rollout_id in source 'a' and source, rollout_id in source 'b'",
+        [one(), one("b", **by_source)],
+    )
     text = WHOLE.set_column(2, "rollout_id", WHOLE["rollout_id"].cast(pa.string()))
     refused(
         rollpack.SchemaError,
@@ -359,6 +416,13 @@ def test_what_cannot_be_joined_is_refused():
 def test_arguments_that_make_no_sense_are_refused(arguments, words):
     with pytest.raises(rollpack.RollpackError, match=re.escape(words)):
         rollpack.summarize(WHOLE, **arguments)
+
+
+def test_groups_may_be_named_by_their_key_in_any_order():
+    for groups in (True, "group_index", ["group_index"]):
+        assert rollpack.summarize(WHOLE, groups=groups).group_key == ("group_index",)
+    for groups in (("source", "group_index"), ("group_index", "source")):
+        assert rollpack.summarize(WHOLE, source="a", groups=groups).group_key == ("source", "group_index")
 
 
 def test_a_path_names_a_source(tmp_path):

@@ -631,3 +631,20 @@ def test_a_summary_does_not_depend_on_batches(data):
     }
     assert summary_of(parts, groups=True) == expected
     assert summary_of(pa.concat_tables(parts), groups=True) == expected
+
+
+def test_names_of_columns_are_strings():
+    table = {"tokens": [[7, 1]], "loss_mask": [[1]], "extra": [[1.0]]}
+    plan = rollpack.plan(table, micro_batch_size=1)
+    for arguments, told in (
+        ({"token_columns": 3}, "token_columns is 3; it has to be a column name or a sequence of them"),
+        ({"token_columns": ["extra", 3]}, "token_columns holds 3; column names are strings"),
+        ({"sample_columns": [None]}, "sample_columns holds None; column names are strings"),
+    ):
+        with pytest.raises(TypeError, match=told):
+            list(rollpack.pack(table, plan, **arguments))
+    with pytest.raises(TypeError, match="rollout_key is 3; it has to be a column name"):
+        rollpack.summarize(table, rollout_key=3)
+    # One name needs no list.
+    (packed,) = rollpack.pack(table, plan, token_columns="extra")
+    assert set(packed.columns) == {"extra"}

@@ -81,7 +81,7 @@ def test_a_micro_batch_without_a_trained_token_does_not_count():
 def test_it_warns_once():
     planning._warn_of_legacy.cache_clear()
     with pytest.warns(UserWarning, match="loss and gradient change with the budget") as caught:
-        planned(FOUR_SAMPLES, micro_batch_size=2)
+        rollpack.plan(FOUR_SAMPLES.table(), loss_aggregation="token_mean_legacy", micro_batch_size=2)
     assert caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -240,9 +240,10 @@ def test_where_nothing_was_added_a_sum_is_zero_and_the_rest_is_left_out():
 
 def test_a_log_begins_anew():
     metrics = Metrics({"x": "sample_mean"})
-    for _ in range(2):
-        add_all(metrics, EXAMPLES["all_apart"])
-        assert metrics.log() == {"x": 17 / 4}
+    for factor in (2, 1):
+        add_all(metrics, EXAMPLES["all_apart"], value=lambda loss, factor=factor: factor * loss)
+        assert metrics.log() == {"x": factor * 17 / 4}
+    assert metrics.log() == {"x": 0.0}
 
 
 def test_epochs_over_one_plan_are_averaged_too():
@@ -313,7 +314,7 @@ def test_wrong_use_is_told_and_changes_nothing():
     for wrong in (good[:-1], good[None], good.to(torch.complex64)):
         with pytest.raises(rollpack.RollpackError, match=r"metric 'kl' is .* of shape \[18\]"):
             metrics.add(micro_batch, {"kl": wrong})
-    with pytest.raises(rollpack.RollpackError, match="loss_mask is torch.float32"):
+    with pytest.raises(rollpack.RollpackError, match="^loss_mask is torch.float32"):
         metrics.add(micro_batch, {"kl": good}, loss_mask=good)
     with pytest.raises(rollpack.PlanError, match="prompt_mean"):
         metrics.add(micro_batch, {"kl": good, "p": good})
@@ -360,6 +361,51 @@ def test_two_processes_that_packed_for_the_same_rank_are_told(monkeypatch):
     assert log(0, 1) == {"loss": pytest.approx(1.0)}
     with pytest.raises(rollpack.PlanError, match="same dp_rank and cp_rank: pass each process's own to pack"):
         log(0, 0)
+    # So are context-parallel ranks.
+    halves = rollpack.plan(table, micro_batch_size=4, cp_size=2)
+    metrics = [Metrics({"loss": "sample_mean"}) for _ in range(2)]
+    for each in metrics:
+        for packed in rollpack.pack(table, halves, cp_rank=1):
+            each.add(packed, {"loss": torch.ones(len(packed.tokens))})
+    rows = torch.stack([each._packed() for each in metrics]).numpy()
+    monkeypatch.setattr("rollpack.torch.metrics._gather", lambda *_: rows)
+    with pytest.raises(rollpack.PlanError, match="same dp_rank and cp_rank"):
+        metrics[0].log()
+    # Of two processes that are two ranks each nobody is told.
+    quarters = rollpack.plan(table, micro_batch_size=1, dp_size=4)
+    metrics = [Metrics({"loss": "sample_mean"}) for _ in range(2)]
+    for dp_rank in range(4):
+        for packed in rollpack.pack(table, quarters, dp_rank=dp_rank):
+            metrics[dp_rank // 2].add(packed, {"loss": torch.ones(len(packed.tokens))})
+    rows = torch.stack([each._packed() for each in metrics]).numpy()
+    monkeypatch.setattr("rollpack.torch.metrics._gather", lambda *_: rows)
+    assert metrics[0].log() == {"loss": pytest.approx(1.0)}
+    # A process that added nothing adds nothing: two of the four samples are on rank 0, and pass by twice.
+    metrics = packed_for(0)
+    for packed in rollpack.pack(table, plan, dp_rank=0):
+        metrics.add(packed, {"loss": torch.ones(len(packed.tokens))})
+    rows = torch.stack([metrics._packed(), Metrics({"loss": "sample_mean"})._packed()]).numpy()
+    monkeypatch.setattr("rollpack.torch.metrics._gather", lambda *_: rows)
+    assert metrics.log() == {"loss": pytest.approx(0.5)}
+
+
+def test_a_process_that_declared_another_normaliser_is_told(monkeypatch):
+    one, other = Metrics({"a": "none"}), Metrics({"a": "count"})
+    rows = torch.stack([one._packed(), other._packed()]).numpy()
+    monkeypatch.setattr("rollpack.torch.metrics._gather", lambda *_: rows)
+    for metrics in (one, other):
+        with pytest.raises(rollpack.PlanError, match="ranks declared different metrics"):
+            metrics.log()
+
+
+def test_a_step_in_which_nothing_was_added_is_a_step():
+    table = EXAMPLES["four_samples"].table()
+    plan = rollpack.plan(table, micro_batch_size=2, global_batch_size=2)
+    metrics = Metrics({"a": "none"})
+    for step, values in ((0, {"a": 4.0}), (1, {})):
+        for micro_batch in rollpack.pack(table, plan, step=step):
+            metrics.add(micro_batch, values)
+    assert metrics.log() == {"a": 2.0}
 
 
 @pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.int64(2), True, np.bool_(True)])
@@ -367,6 +413,12 @@ def test_a_number_may_be_of_any_kind(value):
     metrics = Metrics({"a": "none"})
     metrics.add(batch(), {"a": value})
     assert metrics.log() == {"a": float(value)}
+
+
+def test_a_number_is_logged_in_float64():
+    metrics = Metrics({"a": "max", "b": "none"})
+    metrics.add(batch(), {"a": 0.1, "b": 1 + 1e-12})
+    assert metrics.log() == {"a": 0.1, "b": 1 + 1e-12}
 
 
 @pytest.mark.parametrize("value", [None, "2", [2.0], np.ones(3)])

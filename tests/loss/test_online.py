@@ -365,6 +365,16 @@ def test_a_step_ends_before_the_next_begins():
         next(steps)
 
 
+def test_a_micro_batch_that_was_left_out_before_the_last_is_told():
+    # How many there are is not known, only that the one numbered 2 came, and 1 did not.
+    step = list(next(rollpack.pack_online(singles(ROWS), global_batch_size=4, micro_batch_size=1)))
+    reducer = LossReducer()
+    with pytest.raises(rollpack.PlanError, match="step 0 has 3 micro-batches on this rank, and 1 did not come"):
+        with reducer.step():
+            for micro_batch in (step[0], step[2]):
+                reducer(torch.zeros(len(micro_batch.tokens)), micro_batch)
+
+
 def test_what_needs_the_number_of_micro_batches_is_refused_and_metrics_work():
     (step,) = (
         list(s)

@@ -143,7 +143,7 @@ impl List {
             _ => DataType::Null,
         };
         // A list of nothing but empty lists has no element type.
-        let empty = child == DataType::Null && !matches!(array.data_type(), DataType::Null) && is_list(array);
+        let empty = is_list(array) && child == DataType::Null;
         if !is_list(array) || !(empty || element.accepts(&child)) {
             let found = array.data_type();
             let why = match (found, element) {
@@ -159,13 +159,14 @@ impl List {
         }
         validated(name, array)?;
         // arrow's cast gives lists of no values the wrong number of rows.
-        if let Some(list) = array.as_fixed_size_list_opt().filter(|_| !empty) {
+        if let Some(list) = array.as_fixed_size_list_opt() {
             let size = list.value_length() as usize;
+            let values = list.values();
             return Ok(Self {
                 name: name.to_owned(),
                 offsets: Offsets::Large(OffsetBuffer::from_repeated_length(size, list.len())),
                 nulls: list.nulls().cloned(),
-                values: Arc::clone(list.values()),
+                values: if empty { cast(name, values, &DataType::Int32)? } else { Arc::clone(values) },
             });
         }
         let read_in_place = matches!(array.data_type(), DataType::List(_) | DataType::LargeList(_)) && !empty;

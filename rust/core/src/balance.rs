@@ -332,3 +332,16 @@ fn by_count(lengths: &[i64], costs: &[Cost], shape: &Shape, per_rank: usize) -> 
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_most_micro_batches_of_a_step_are_allowed_and_one_more_is_not() {
+        let shape =
+            Shape { dp_size: 1, limit: Limit::Samples(1), multiple: 1, placeholders: true, sync: Sync::Step };
+        assert_eq!(per_rank(0, MAX_SLOTS, &shape), Ok(MAX_SLOTS));
+        assert!(per_rank(0, MAX_SLOTS + 1, &shape).is_err());
+    }
+}

@@ -39,7 +39,7 @@ pub(crate) fn even_out(
         let swap = light.into_iter().find_map(|(lighter, part)| {
             let allowed = |a: &Member, b: &Member| {
                 let longer = lengths[bins[a.bin][a.place]].saturating_sub(lengths[bins[b.bin][b.place]]);
-                a.bin == b.bin || (longer <= room[b.bin] && longer.saturating_neg() <= room[a.bin])
+                longer <= room[b.bin] && longer.saturating_neg() <= room[a.bin]
             };
             let (i, j) = best_swap(&parts[heavy], &parts[part], load - lighter, allowed)?;
             Some((lighter, part, i, j))
