@@ -178,3 +178,29 @@ def test_a_library_that_makes_another_exception_of_it(many):
         [sys.executable, "-c", BROKEN, str(many)], env=environment(), capture_output=True, text=True, check=False
     )
     assert (ended.returncode, ended.stderr) == (143, "rollpack: terminated\n")
+
+
+#: ``inspect``, stopped, where the machine has no time for it until it is asked again and a second person asks too.
+LATE = """
+import os, signal, sys, time
+from rollpack import cli
+class Late:
+    def __init__(self):
+        self.stopping = stopping()
+    def __enter__(self):
+        self.stopping.__enter__()
+    def __exit__(self, *error):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        return self.stopping.__exit__(*error)
+stopping, cli.stopping = cli.stopping, Late
+cli.inspect.say = lambda line: os.kill(os.getpid(), signal.SIGTERM)
+sys.exit(cli.main(["inspect", sys.argv[1]]))
+"""
+
+
+def test_once_it_has_said_that_it_was_stopped_it_ends(many):
+    ended = subprocess.run(
+        [sys.executable, "-c", LATE, str(many)], env=environment(), capture_output=True, text=True, check=False
+    )
+    assert (ended.returncode, ended.stderr) == (143, "rollpack: terminated\n")

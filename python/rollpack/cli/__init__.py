@@ -26,7 +26,7 @@ from rollpack.cli._completion import complete
 from rollpack.cli._language import flags_of, spoken
 from rollpack.cli._output import bad, one_line
 from rollpack.cli._parser import Parser
-from rollpack.cli._signals import Stopped, asked, stopping
+from rollpack.cli._signals import Stopped, asked, heed_no_more, stopping
 
 _COMMANDS = (inspect, plan, simulate, pack, verify, report, demo)
 
@@ -57,7 +57,7 @@ of stdout has left. A command that did not end well leaves no file half-written.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. ``argv``: the arguments, by default those of the process."""
     say: Callable[[str], str] = str
-    with stopping(), warnings.catch_warnings():
+    with warnings.catch_warnings(), stopping():
         warnings.showwarning = lambda warning, *_, **__: _tell("warning", say(one_line(warning)))
         try:
             try:
@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _stopped(number: int) -> int:
+    heed_no_more()
     print(f"rollpack: {'interrupted' if number == signal.SIGINT else 'terminated'}", file=sys.stderr)
     return 128 + number
 

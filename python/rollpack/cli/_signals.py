@@ -40,10 +40,18 @@ def stopping() -> Iterator[None]:
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGALRM) is not before[signal.SIGALRM]:
-            signal.setitimer(signal.ITIMER_REAL, 0)
+        heed_no_more()
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def heed_no_more() -> None:
+    """The command is ending: what asks it to, for the first time or again, changes nothing any more."""
+    if signal.getsignal(signal.SIGALRM) is _ask_again:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+    for number in (*_SIGNALS, signal.SIGALRM):
+        if signal.getsignal(number) in (_stop, _ask_again):
+            signal.signal(number, signal.SIG_IGN)
 
 
 def _stop(number: int, _: FrameType | None) -> None:
@@ -53,6 +61,10 @@ def _stop(number: int, _: FrameType | None) -> None:
         if isinstance(error, Stopped):  # what is half-written is being removed; a second Ctrl-C would leave it there
             return
         error = error.__context__
-    signal.signal(signal.SIGALRM, lambda *_: _stop(number, None))
+    signal.signal(signal.SIGALRM, _ask_again)
     signal.setitimer(signal.ITIMER_REAL, _AGAIN, _AGAIN)
     raise Stopped(number)
+
+
+def _ask_again(*_: object) -> None:
+    _stop(asked[-1], None)

@@ -59,7 +59,7 @@ impl Rows {
         columns.iter().map(Scalars::is_float).collect()
     }
 
-    /// How many values each buffer of [`Buffers`] holds, in its order.
+    /// How many values each buffer of [`Buffers`](crate::pack::Buffers) holds, in its order.
     pub fn buffer_lengths(&self, size: &Size) -> [usize; 4] {
         let (samples, positions) = (size.samples, size.positions);
         let token_columns = self.batches.first().map_or(0, |b| b.token_columns.len());
