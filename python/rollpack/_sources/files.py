@@ -29,8 +29,9 @@ _KINDS = {
 def paths(pattern: str) -> list[Path]:
     """The files that a path or glob names, in the order of their names as text: part-10 comes before part-2.
 
-    Of a directory these are the files of rollouts right in it, by their names, which have to be of one kind. Names that
-    begin with a dot or an underscore are passed over, as other readers do. What a glob finds are files only.
+    Of a directory these are the files of rollouts right in it, by their names, which have to be of one kind. Directories in
+    it are passed over, whatever they are called, and names that begin with a dot or an underscore, as other readers do.
+    What a glob finds are files only.
     """
     path = Path(pattern)
     if not pattern:
@@ -52,10 +53,12 @@ def _in_directory(directory: Path) -> list[Path]:
     except OSError as error:
         raise DataError(f"{directory}: {error.strerror}") from error
     kinds = {suffix: kind for kind, suffixes in _KINDS.items() for suffix in suffixes}
-    found = {path: kinds[path.suffix.lower()] for path in shown if path.suffix.lower() in kinds}
+    # A directory may be called as a file is: Spark and others write partitions so. A link to nowhere is no directory.
+    deeper = {path for path in shown if path.is_dir()}
+    found = {path: kinds[path.suffix.lower()] for path in shown if path.suffix.lower() in kinds and path not in deeper}
     if not found:
-        deeper = f"; what lies deeper is found by a glob: {directory}/**/*.parquet" if any(map(Path.is_dir, shown)) else ""
-        raise DataError(f"{directory} is a directory without files of rollouts ({', '.join(kinds)}){deeper}")
+        hint = f"; what lies deeper is found by a glob: {directory}/**/*.parquet" if deeper else ""
+        raise DataError(f"{directory} is a directory without files of rollouts ({', '.join(kinds)}){hint}")
     of_kind = {kind: path for path, kind in found.items()}
     if len(of_kind) > 1:
         # One may be made from the other: then rows would count twice.
