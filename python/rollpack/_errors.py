@@ -3,8 +3,16 @@
 from __future__ import annotations
 
 
+def printable(text: str) -> str:
+    """With what UTF-8 cannot hold escaped: bytes of a file's name that are none."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 class RollpackError(ValueError):
-    """Any error that rollpack raises about its input or its arguments."""
+    """Any error that rollpack raises about its input or its arguments. Its text can be written anywhere."""
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class _LocatedError(RollpackError):

@@ -60,7 +60,7 @@ class CostModel(NamedTuple):
             if value < 1:
                 raise PlanError(f"{name} of the transformer is {value}; it has to be at least 1")
         if head_dim is None and size["hidden"] % size["heads"]:
-            raise PlanError(f"heads is {heads}, which does not divide hidden, {hidden}; pass head_dim")
+            raise PlanError(f"heads={heads} does not divide hidden={hidden}; pass head_dim")
         width = size.get("head_dim", size["hidden"] // size["heads"])
         attention = 2 * size["hidden"] * width * (size["heads"] + size["kv_heads"])
         weights = size["layers"] * (attention + 3 * size["hidden"] * size["ffn"]) + size["hidden"] * size["vocab"]

@@ -16,6 +16,7 @@ import pyarrow as pa
 
 from rollpack._errors import DataError
 from rollpack._files import write_whole_directory
+from rollpack._sources.files import mapped, on_disk
 from rollpack.packing import MicroBatch, Packer
 from rollpack.plans import Plan
 
@@ -78,9 +79,8 @@ def write_packed(
                 for micro_batch in packer.rank(plan, step, dp_rank, cp_rank):
                     batch = _to_record(micro_batch).replace_schema_metadata(metadata)
                     if (writer := writers[rank]) is None:
-                        writer = writers[rank] = stack.enter_context(
-                            pa.ipc.new_file(str(temporary / names[rank]), batch.schema)
-                        )
+                        file = stack.enter_context(on_disk(temporary / names[rank], "wb"))
+                        writer = writers[rank] = stack.enter_context(pa.ipc.new_file(file, batch.schema))
                     writer.write_batch(batch)
                     if progress is not None:
                         progress(1)
@@ -94,7 +94,7 @@ def read_packed(path: str | os.PathLike[str]) -> Iterator[MicroBatch[npt.NDArray
         DataError: the file is not there, is damaged, or holds no packed micro-batches.
     """
     try:
-        reader = pa.ipc.open_file(pa.memory_map(os.fspath(path)))
+        reader = pa.ipc.open_file(mapped(path))
         described = (reader.schema.metadata or {}).get(_METADATA)
         if described is None:
             raise DataError("rollpack did not write this file")

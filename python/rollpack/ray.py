@@ -54,7 +54,9 @@ def summarize(
 
     Raises:
         SchemaError, DataError: as for :func:`rollpack.summarize`; ``row`` counts over the whole dataset.
+        TypeError: this is no Ray Dataset.
     """
+    _check_dataset(ds)
     request = Request.make(columns, rollout_key, groups=groups)
     arguments = {"groups": groups, "columns": columns, "rollout_key": rollout_key}
     names = ds.columns(fetch_if_missing=False)
@@ -73,6 +75,15 @@ def summarize(
     if not made:
         raise DataError("the dataset has no rows")
     return Summary.concat(made)
+
+
+def _check_dataset(ds: Any) -> None:
+    from ray.data import Dataset
+
+    if not isinstance(ds, Dataset):
+        raise TypeError(
+            f"{type(ds).__name__} is no Ray Dataset; pass ray.data.from_arrow(table), or take rollpack.summarize"
+        )
 
 
 def _of_block(block: pa.Table, arguments: Mapping[str, Any]) -> pa.Table:
@@ -163,7 +174,11 @@ def shards(ds: ray.data.Dataset, plan: Plan) -> list[RankShard]:
 
     Raises:
         DataError: the dataset has another number of rows than was planned.
+        TypeError: this is no Ray Dataset, or no plan.
     """
+    _check_dataset(ds)
+    if not isinstance(plan, Plan):
+        raise TypeError(f"{type(plan).__name__} is no Plan; pass what rollpack.plan returned")
     with _in_order(ds):
         refs = ds.to_arrow_refs()
     count = ray.remote(num_cpus=0)(_num_rows)

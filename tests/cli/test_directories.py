@@ -85,9 +85,18 @@ def test_nothing_that_looks_like_rollouts_is_left_out(fails, tmp_path):
     write(tmp_path / "a.parquet", ROWS)
     (tmp_path / "b.parquet").symlink_to(tmp_path / "gone")
     assert fails("inspect", tmp_path) == f"{tmp_path / 'b.parquet'}: No such file or directory"
-    (tmp_path / "b.parquet").unlink()
-    (tmp_path / "b.parquet").mkdir()
-    assert fails("inspect", tmp_path) == f"{tmp_path / 'b.parquet'}: Is a directory"
+
+
+def test_directories_are_left_out_whatever_they_are_called(run, fails, tmp_path):
+    deeper = tmp_path / "part.parquet"  # as Spark, DuckDB and polars write partitions
+    deeper.mkdir()
+    write(deeper / "a.parquet", ROWS[:1])
+    (tmp_path / "linked.parquet").symlink_to(deeper)
+    assert fails("inspect", tmp_path).endswith(f"; what lies deeper is found by a glob: {tmp_path}/**/*.parquet")
+    write(tmp_path / "b.arrow", ROWS)  # of one kind with no directory
+    for named, rows in ((tmp_path, 4), (deeper, 1), (f"{tmp_path}/part*/*.parquet", 1), (f"{tmp_path}/*", 4)):
+        assert json.loads(run("inspect", named, "--json")[1])["rows"] == rows
+        assert len(rollpack.summarize(named)) == rows
 
 
 def test_a_directory_and_a_file_in_it(fails, shards):

@@ -53,6 +53,7 @@ def test_values_worked_out_by_hand(run, three):
     }
     assert [(refused["dp_size"], refused["max_tokens_per_gpu"]) for refused in found["refused"]] == [(1, 4), (2, 4)]
     assert found["refused"][0]["reason"].startswith("row 0 has 8 tokens")
+    assert "Raise --budgets, or pass --oversize alone" in found["refused"][0]["reason"]
     assert found["best"] == one
     assert found["best_by_gpus"] == {"1": one, "2": two}
 
@@ -72,6 +73,7 @@ def test_text(run, three):
     assert one.split() == [*modes, "1", "1", "8", "1", "2", "1.387e+04", "0.0%", "0.0%", "100.0%", "0.0%", "8", "1.387e+04"]
     assert two.split() == [*modes, "2", "1", "8", "2", "1", "7296", "4.9%", "9.9%", "100.0%", "0.0%", "8", "1.459e+04"]
     assert refused.startswith("cannot be planned: sample_mean, dp 1, cp 1, 4 tokens a GPU (and 3 more): row 0 has 8 tokens")
+    assert "(--budgets 4 x --cp-sizes 1). Raise --budgets, or pass --oversize alone to give" in refused
     assert best == "best, by GPU-seconds: sample_mean, dp 1, cp 1, 8 tokens a GPU: 1.387e+04 GPU-seconds, 1.387e+04 s a step"
     assert shortest == [
         "shortest on 1 GPU: sample_mean, dp 1, cp 1, 8 tokens a GPU: 1.387e+04 s a step",
@@ -122,19 +124,32 @@ def test_a_peak_and_a_trainer(run, three):
             ["--budgets", "8", "--device", "h100"],
             "pass --model, or the sizes of a model: --layers, --hidden, --heads, --ffn",
         ),
-        (["--budgets", "8", "--device", "h100", "--model", "m"], "model is 'm'; it has to be qwen2.5-7b"),
+        (["--budgets", "8", "--device", "h100", "--model", "m"], "--model is 'm'; it has to be qwen2.5-7b"),
         (["--budgets", "8", "--device", "h100", "--model", "qwen3-8b", "--ffn", "3"], "leave --ffn out"),
         (["--budgets", "8", "--device", "abacus", "--model", "qwen3-8b"], "'abacus' is neither a100, h100"),
         (["--budgets", "8", "--device", "-1", "--model", "qwen3-8b"], "device is -1.0 FLOP/s; it has to be above 0"),
         (["--budgets", "8", "--device", "h100", "--layers", "x"], "argument --layers: invalid int value: 'x'"),
         (
             ["--budgets", "8", "--device", "h100", *map(str, SIZES), "--heads", "3"],
-            "heads is 3, which does not divide hidden",
+            "--heads 3 does not divide --hidden 4; pass --head-dim",
         ),
         (["--budgets", "8", "--device", "h100", "--model", "qwen3-8b", "--mfu", "2"], "mfu is 2.0"),
         (["--budgets", "8", "--device", "h100", "--model", "qwen3-8b", "--trainer", "horse"], "trainer is 'horse'"),
         (["--budgets", "8", "--device", "h100", "--model", "qwen3-8b", "--modes", ""], "modes is []"),
         (["--budgets", "0", "--device", "h100", "--model", "qwen3-8b"], "'0' is no list of integers of at least 1"),
+        (
+            ["--budgets", "8", "--device", "h100", "--model", "m"],
+            "llama-3.1-70b, or left out, with the sizes of a model in its place",
+        ),
+        (["--budgets", "8", "--device", "h100", "--model", "qwen3-8b", "--modes", "foo"], "--modes is 'foo'; it has to be"),
+        (
+            ["--budgets", "8", "--device", "h100", "--model", "qwen3-8b", "--modes", "constant"],
+            "--modes 'constant' needs --divisor",
+        ),
+        (
+            ["--budgets", "4", "--device", "h100", "--model", "qwen3-8b"],
+            "(--budgets 4 x --cp-sizes 1). Raise --budgets, or pass --oversize alone to give",
+        ),
         (
             ["--budgets", "4", "--device", "h100", "--model", "qwen3-8b"],
             "no setting can be planned; the first of 1, sample_mean, dp 1, cp 1, 4 tokens a GPU: row 0",

@@ -294,7 +294,7 @@ def test_models_are_as_large_as_they_are_said_to_be(name, embedding, billions):
     [
         ({"layers": 0}, "layers of the transformer is 0"),
         ({"ffn": 1.5}, "ffn is 1.5; it has to be an integer"),
-        ({"heads": 3}, "heads is 3, which does not divide hidden, 4; pass head_dim"),
+        ({"heads": 3}, "heads=3 does not divide hidden=4; pass head_dim"),
         ({"head_dim": 0}, "head_dim of the transformer is 0"),
     ],
 )

@@ -110,6 +110,15 @@ def test_a_fault_is_named_by_its_row_in_the_dataset(cluster):
         cluster.shards(dataset(TABLE.slice(0, 20)), plan)
 
 
+def test_what_is_no_dataset_or_no_plan_is_refused(cluster):
+    with pytest.raises(TypeError, match="^Table is no Ray Dataset; pass ray.data.from_arrow"):
+        cluster.summarize(TABLE)
+    with pytest.raises(TypeError, match="^Table is no Ray Dataset; pass ray.data.from_arrow"):
+        cluster.shards(TABLE, rollpack.plan(TABLE, micro_batch_size=24))
+    with pytest.raises(TypeError, match="^Summary is no Plan; pass what rollpack.plan returned"):
+        cluster.shards(dataset(), rollpack.summarize(TABLE))
+
+
 def test_workers_that_die_while_they_summarize_lose_and_double_nothing(cluster, tmp_path):
     def die_once(block):
         """The worker of block 2 is killed as it begins, and that of block 4 when it has done half."""

@@ -47,12 +47,17 @@ def main(rank, folder):
     told("no file", lambda: summarize_shards({rank: folder / "nowhere" if rank == 1 else files[0]}))
     told("wrong type", lambda: summarize_shards({rank: 7 if rank == 0 else files[0]}))
     told("same source", lambda: summarize_shards({"mine": files[rank]}))
+    told("no plan", lambda: check_same_plan(None if rank == 1 else other))
+    told("a list", lambda: summarize_shards([files[0]] if rank == 2 else {}))
     told("nothing", lambda: summarize_shards({}))
     group = dist.new_group([0, 2])
     if rank != 1:
         part = summarize_shards({rank: files[rank]}, group=group)
         check_same_plan(rollpack.plan(part, micro_batch_size=1), group=group)
         found["part"] = part.sources
+    else:
+        told("outside", lambda: summarize_shards({rank: files[rank]}, group=group))
+        told("outside, planned", lambda: check_same_plan(other, group=group))
     (folder / f"out.{rank}").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -85,6 +85,18 @@ def test_a_source_of_two_ranks_and_no_rows_at_all_are_refused(ranks):
         assert "no summaries to join" in found["errors"]["nothing"][1]
 
 
+def test_wrong_arguments_of_one_rank_are_told_on_all(ranks):
+    for found in ranks:
+        assert found["errors"]["no plan"][:2] == [
+            "PlanError",
+            "rank 1: NoneType is no Plan; pass what rollpack.plan returned",
+        ]
+        assert found["errors"]["a list"][1].endswith("shards is a list; it has to be a mapping, {source: data}")
+        assert found["errors"]["a list"][1].startswith("rank 2: ")
+    for call in ("outside", "outside, planned"):
+        assert ranks[1]["errors"][call][1] == "this process is not in group; call it on the ranks of the group only"
+
+
 def test_alone_a_process_takes_its_own_shards(folder):
     files = sorted(folder.glob("part-*.parquet"))
     summary = summarize_shards({str(path): path for path in reversed(files)}, groups=True)
@@ -94,3 +106,5 @@ def test_alone_a_process_takes_its_own_shards(folder):
     assert plan.to_arrow().equals(whole.to_arrow())
     with pytest.raises(rollpack.DataError, match="rank 0: column 'loss_mask', row 1"):
         summarize_shards({"x": folder / "wrong.parquet"})
+    with pytest.raises(rollpack.PlanError, match="Table is no Plan"):
+        check_same_plan(FOUR_SAMPLES.table())

@@ -29,8 +29,9 @@ _KINDS = {
 def paths(pattern: str) -> list[Path]:
     """The files that a path or glob names, in the order of their names as text: part-10 comes before part-2.
 
-    Of a directory these are the files of rollouts right in it, by their names, which have to be of one kind. Names that
-    begin with a dot or an underscore are passed over, as other readers do. What a glob finds are files only.
+    Of a directory these are the files of rollouts right in it, by their names, which have to be of one kind. Directories in
+    it are passed over, whatever they are called, and names that begin with a dot or an underscore, as other readers do.
+    What a glob finds are files only.
     """
     path = Path(pattern)
     if not pattern:
@@ -52,10 +53,12 @@ def _in_directory(directory: Path) -> list[Path]:
     except OSError as error:
         raise DataError(f"{directory}: {error.strerror}") from error
     kinds = {suffix: kind for kind, suffixes in _KINDS.items() for suffix in suffixes}
-    found = {path: kinds[path.suffix.lower()] for path in shown if path.suffix.lower() in kinds}
+    # A directory may be called as a file is: Spark and others write partitions so. A link to nowhere is no directory.
+    deeper = {path for path in shown if path.is_dir()}
+    found = {path: kinds[path.suffix.lower()] for path in shown if path.suffix.lower() in kinds and path not in deeper}
     if not found:
-        deeper = f"; what lies deeper is found by a glob: {directory}/**/*.parquet" if any(map(Path.is_dir, shown)) else ""
-        raise DataError(f"{directory} is a directory without files of rollouts ({', '.join(kinds)}){deeper}")
+        hint = f"; what lies deeper is found by a glob: {directory}/**/*.parquet" if deeper else ""
+        raise DataError(f"{directory} is a directory without files of rollouts ({', '.join(kinds)}){hint}")
     of_kind = {kind: path for path, kind in found.items()}
     if len(of_kind) > 1:
         # One may be made from the other: then rows would count twice.
@@ -76,11 +79,20 @@ def of_file(path: Path) -> Part:
     if start[:4] == b"PAR1":
         import pyarrow.parquet as papq  # imported where it is used: it makes `import rollpack` slow
 
+        @cache
+        def metadata() -> Any:
+            with on_disk(path) as file:
+                return papq.read_metadata(file)
+
         # Files may be many: each is open only while it is read.
-        metadata = cache(partial(papq.read_metadata, path))
-        # Checksums are rare and cheap. Without a buffer whole columns of a row group would be read at once.
-        opened = partial(papq.ParquetFile, path, buffer_size=1 << 20, pre_buffer=False, page_checksum_verification=True)
-        return of_parquet(lambda: opened(metadata=metadata()), metadata, partial(_readable, path, "Parquet"))
+        @contextmanager
+        def opened() -> Iterator[Any]:
+            # Checksums are rare and cheap. Without a buffer whole columns of a row group would be read at once.
+            how = {"buffer_size": 1 << 20, "pre_buffer": False, "page_checksum_verification": True}
+            with on_disk(path) as file, papq.ParquetFile(file, metadata=metadata(), **how) as parquet:
+                yield parquet
+
+        return of_parquet(opened, metadata, partial(_readable, path, "Parquet"))
     if start == b"ARROW1":
         return of_arrow_file(partial(_opened_arrow_file, path), partial(_readable, path, "Arrow IPC"))
     if start[:4] == b"\xff\xff\xff\xff" or path.suffix in _KINDS["Arrow IPC"]:
@@ -93,6 +105,16 @@ def of_file(path: Path) -> Part:
 
         return Part(read)
     raise DataError(f"{path}: this is no Parquet, Arrow IPC or JSON-lines file")
+
+
+def on_disk(path: str | os.PathLike[str], mode: str = "rb") -> pa.OSFile:
+    """A file for pyarrow. A name need not be UTF-8, as what pyarrow makes of text always is."""
+    return pa.OSFile(os.fsencode(path), mode)
+
+
+def mapped(path: str | os.PathLike[str]) -> pa.MemoryMappedFile:
+    """As :func:`on_disk`, mapped into memory."""
+    return pa.memory_map(os.fsencode(path))
 
 
 #: As ``_readable`` of a path and a kind, or nothing of the sort.
@@ -153,7 +175,7 @@ def _batch_size(metadata: Any) -> int:
 
 
 def _opened_arrow_file(path: Path, options: paipc.IpcReadOptions | None) -> Any:
-    reader = paipc.open_file(pa.memory_map(os.fspath(path)), options=options)
+    reader = paipc.open_file(mapped(path), options=options)
     # What is packed has tokens and masks too, and would be taken for rollouts.
     if any(key.startswith(b"rollpack.") for key in reader.schema.metadata or {}):
         raise DataError(f"{path}: rollpack wrote this: it holds a plan or packed micro-batches, and no rollouts")
@@ -201,7 +223,7 @@ def _arrow_stream(path: Path) -> Batches:
             file.seek(max(path.stat().st_size - 8, 0))
             if file.read() != b"\xff\xff\xff\xff\0\0\0\0":
                 raise DataError(f"{path}: the Arrow stream has no end: it was cut short, or is still being written")
-        reader = paipc.open_stream(pa.memory_map(os.fspath(path)))
+        reader = paipc.open_stream(mapped(path))
 
     def batches() -> Iterator[pa.RecordBatch]:
         with _readable(path, "Arrow IPC"):
@@ -225,11 +247,12 @@ def _json(path: Path) -> pa.Table:
 
 
 def _json_blocks(path: Path, size: int, known: pa.Schema | None = None) -> pa.Table:
-    return pajson.read_json(
-        path,
-        read_options=pajson.ReadOptions(block_size=size),
-        parse_options=pajson.ParseOptions(explicit_schema=known) if known else None,
-    )
+    with on_disk(path) as file:
+        return pajson.read_json(
+            file,
+            read_options=pajson.ReadOptions(block_size=size),
+            parse_options=pajson.ParseOptions(explicit_schema=known) if known else None,
+        )
 
 
 def _json_fault(path: Path, error: pa.ArrowInvalid) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from rollpack._errors import DataError, SchemaError
+from rollpack._errors import DataError, SchemaError, printable
 from rollpack._sources import Source, Watch, of_file
 from rollpack.cli._output import Bar
 from rollpack.cli._spool import expand
@@ -46,7 +46,7 @@ class Input:
                 yield
         except (DataError, SchemaError) as error:
             where = self._where(error)
-            if str(error).startswith(where):  # it names the file already
+            if str(error).startswith(printable(where)):  # it names the file already
                 raise
             raise type(error)(f"{where}: {error}", error.column, error.row) from error
         except (pa.ArrowException, OSError) as error:

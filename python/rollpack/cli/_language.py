@@ -20,13 +20,15 @@ _ARGUMENT = re.compile(
 #: What is no concern of those who name files and leave flags out.
 _ELSEWHERE = (
     (re.compile(r" \(a reader [^()]*\)|, or a reader [^()]* \([^()]*\)"), ""),
+    (re.compile(r" or a CostModel \(CostModel\.of_transformer\)"), ", or left out, with the sizes of a model in its place"),
     (re.compile(r"(?<=has to be )(.*) or None\b"), r"\1, or be left out"),
 )
 
 
 def flags_of(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """The flag of each argument that a command has."""
-    return {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
+    """The flag of each argument that a command has, and of those that ``stands_for`` says another one sets."""
+    own = {action.dest: action.option_strings[-1] for action in parser._actions if action.option_strings}
+    return own | (parser.get_default("stands_for") or {})
 
 
 def spoken(text: str, flags: Mapping[str, str]) -> str:

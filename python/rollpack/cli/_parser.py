@@ -8,8 +8,10 @@ import re
 import textwrap
 from collections.abc import Collection, Iterable
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NoReturn
 
+from rollpack._errors import printable
 from rollpack.cli._arguments import UsageError
 
 
@@ -28,6 +30,12 @@ class Parser(argparse.ArgumentParser):
         flag = unknown[0].partition("=")[0]
         near = _near(flag, self._option_string_actions) if flag.startswith("-") else ""
         self.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        # Names of files may be any bytes. All else is text to the core and to Arrow.
+        if action.option_strings and action.type is not Path and printable(text) != text:
+            raise argparse.ArgumentError(action, f"{printable(text)} is no UTF-8")
+        return super()._get_value(action, text)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         choices: Collection[str] | None = action.choices  # type: ignore[assignment]

@@ -125,4 +125,4 @@ def _write(path: Path, shown: dict[str, Any], made: Plan | None) -> None:
 
     text = page(shown, None if made is None else made.show())
     with write_whole(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")

@@ -97,7 +97,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
         group.add_argument(flag(name), type=int, default=argparse.SUPPRESS, metavar="N", help=what)
     add_plan_options(parser, without=_SET)
     add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, stands_for={"max_tokens_per_gpu": "--budgets", "loss_aggregation": "--modes"})
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -112,6 +112,7 @@ def run(arguments: argparse.Namespace) -> int:
         files = Input(arguments.files, read)
         with files.located():
             made = simulate(files.source, model=model, progress=planned, **grid, **options)
+    made = replace(made, refused={setting: arguments.spoken(reason) for setting, reason in made.refused.items()})
     command = _command(named, made, options)
     if arguments.json:
         say_json(_document(files.paths, made, command))

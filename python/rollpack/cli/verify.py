@@ -39,6 +39,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def add_cuts(parser: argparse.ArgumentParser) -> None:
     """The flags that choose cuts."""
+    parser.set_defaults(stands_for={"max_tokens_per_gpu": "--budgets"})
     group = parser.add_argument_group("cuts")
     group.add_argument("--dp-sizes", type=sizes, default=[1, 2, 4, 8], metavar="D,...", help="default: 1,2,4,8")
     group.add_argument("--cp-sizes", type=sizes, default=[1, 2, 4], metavar="C,...", help="default: 1,2,4")

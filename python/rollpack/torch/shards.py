@@ -30,10 +30,13 @@ def summarize_shards(
     Raises:
         SchemaError, DataError: as for :func:`rollpack.summarize` and :meth:`rollpack.Summary.concat`. What is wrong on one
             rank is raised on all, with the rank: none waits for another.
-        RollpackError: a rank failed in another way, such as a file that it may not read.
+        RollpackError: a rank failed in another way, such as a file that it may not read; or this one is not in ``group``.
     """
+    _check_member(group)
     own: list[bytes] | tuple[str, ...]
     try:
+        if not isinstance(shards, Mapping):
+            raise TypeError(f"shards is a {type(shards).__name__}; it has to be a mapping, {{source: data}}")
         own = [summarize(data, source=source, **arguments).to_bytes() for source, data in shards.items()]
     except Exception as error:  # whatever it is, the others are told
         own, mine = _described(error), error
@@ -69,12 +72,19 @@ def check_same_plan(plan: Plan, *, group: dist.ProcessGroup | None = None) -> No
         group: the process group, None for that of all ranks.
 
     Raises:
-        PlanError: some ranks have another plan; raised on all of them.
+        PlanError: some ranks have another plan, or what is none; raised on all of them.
+        RollpackError: this process is not in ``group``.
     """
-    if not dist.is_initialized():
-        return
-    ids: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ids, plan.id, group)
+    _check_member(group)
+    own = (plan.id, "") if isinstance(plan, Plan) else (None, type(plan).__name__)  # the others are told
+    found: list[Any] = [own]
+    if dist.is_initialized():
+        found *= dist.get_world_size(group)
+        dist.all_gather_object(found, own, group)
+    for rank, (of_rank, kind) in enumerate(found):
+        if of_rank is None:
+            raise PlanError(f"rank {rank}: {kind} is no Plan; pass what rollpack.plan returned")
+    ids = [of_rank for of_rank, _ in found]
     ((most, _),) = Counter(ids).most_common(1)
     others = [rank for rank, found in enumerate(ids) if found != most]
     if others:
@@ -82,3 +92,8 @@ def check_same_plan(plan: Plan, *, group: dist.ProcessGroup | None = None) -> No
             f"ranks {', '.join(map(str, others))} have another plan than the others: give rollpack.plan the same summary "
             "and the same arguments on every rank"
         )
+
+
+def _check_member(group: dist.ProcessGroup | None) -> None:
+    if dist.is_initialized() and dist.get_rank(group) < 0:
+        raise RollpackError("this process is not in group; call it on the ranks of the group only")
