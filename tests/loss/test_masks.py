@@ -128,6 +128,14 @@ def test_ranks_come_from_a_mesh(ranks):
     assert [found["flat"] for found in ranks] == [[4, 1, rank, 0] for rank in range(4)]
 
 
+def test_ranks_that_are_said_and_processes_of_other_kinds_are_right(ranks):
+    for found in ranks:
+        assert [len(rows) for rows in found["rows"]] == [1, 1]  # of four samples on two dp ranks
+        assert [len(rows) for rows in found["rows of one"]] == [1, 1, 1, 1]
+        assert found["fewer ranks than processes"] == pytest.approx(5.75, rel=1e-14)
+        assert found["summed by hand"] == 0.0  # a placeholder
+
+
 def test_a_mesh_or_group_that_does_not_fit_is_told(ranks):
     expected = {
         "no backend": "there are 4 ranks, and what the trainer does to gradients is not known",
@@ -138,6 +146,10 @@ def test_a_mesh_or_group_that_does_not_fit_is_told(ranks):
         "group of other size": "the process group has 4 ranks, and the plan is for dp 1 x cp 1",
         "another rank": r"this process is dp_rank (\d), cp_rank \d of the mesh, and .* packed for dp_rank (?!\1)",
         "other number of processes": "the plan is for 1 dp x cp ranks, and 4 processes run",
+        "no dp rank": "dp_size 2, and each of 4 processes would pack for dp_rank 0: pass this process's dp_rank=",
+        "no cp rank": "cp_size 2, and each of 4 processes would pack for cp_rank 0: pass this process's cp_rank=",
+        "data set without ranks": "dp_size 2, and each of 4 processes would pack for dp_rank 0",
+        "more ranks than processes": "for dp 8 x cp 1, and 4 processes run: .* Plan for the dp_size= and",
     }
     for found in ranks:
         assert found["errors"].keys() == expected.keys()

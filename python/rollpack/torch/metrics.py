@@ -18,6 +18,7 @@ from rollpack.names import OURS
 from rollpack.packing import MicroBatch
 from rollpack.torch.batches import as_tensor
 from rollpack.torch.masks import check_mask
+from rollpack.torch.mesh import num_processes
 from rollpack.torch.weights import mode_weights, token_weights, weighted_sum
 
 _EXTREMES = {"min": math.inf, "max": -math.inf}
@@ -248,7 +249,7 @@ def _normalised(normaliser: str, values: npt.NDArray[np.float64], tokens: float,
 
 def _gather(packed: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> npt.NDArray[np.float64]:
     """[ranks, n] from [n] on each rank."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if num_processes() is None:
         return packed.cpu().numpy()[None]
     # A rank that added nothing has no device of its own to go by, and all have to take the same.
     on_cuda = "nccl" in torch.distributed.get_backend(group)

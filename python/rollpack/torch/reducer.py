@@ -14,7 +14,7 @@ from rollpack.packing import MicroBatch
 from rollpack.torch.backends import BACKENDS, gradient_factor
 from rollpack.torch.batches import as_tensor
 from rollpack.torch.masks import StepMasks, check_mask
-from rollpack.torch.mesh import Mesh, check_ranks
+from rollpack.torch.mesh import Mesh, check_ranks, num_processes
 from rollpack.torch.weights import accumulation_dtype, mode_weights, token_weights, weighted_sum
 
 
@@ -97,8 +97,8 @@ class LossReducer:
 
         Raises:
             RollpackError: shapes or dtypes are not those above.
-            PlanError: the backend is missing, or does not go with this micro-batch, or the micro-batch is not one of the
-                step that is under way.
+            PlanError: the backend is missing, or does not go with this micro-batch, or the plan is for more ranks than there
+                are processes of torch.distributed, or the micro-batch is not one of the step that is under way.
         """
         if self.backend == "megatron_per_token":
             raise PlanError("backend 'megatron_per_token' returns a loss and a count: call reducer.loss_and_count(...)")
@@ -174,17 +174,23 @@ class LossReducer:
         self._masks = StepMasks(micro_batches, masks, cut=cut, mesh=self.mesh)
 
     def _factor(self, micro_batch: MicroBatch[Any]) -> int:
-        backend = self.backend
+        backend, world = self.backend, num_processes()
+        ranks = micro_batch.dp_size * micro_batch.cp_size
         if backend is None:
-            ranks = micro_batch.dp_size * micro_batch.cp_size
-            distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-            ranks = max(ranks, torch.distributed.get_world_size() if distributed else 1)
+            ranks = max(ranks, world or 1)
             if ranks > 1:
                 raise PlanError(
                     f"there are {ranks} ranks, and what the trainer does to gradients is not known: pass "
                     f"LossReducer(backend=...), one of {', '.join(BACKENDS)}"
                 )
             backend = "none"
+        # With more processes than ranks, others than these reduce (tp, pp). What is summed may be summed by hand.
+        if world is not None and ranks > world and backend != "none":
+            raise PlanError(
+                f"the plan is for dp {micro_batch.dp_size} x cp {micro_batch.cp_size}, and {world} processes run: backend "
+                f"{backend!r} reduces over these alone, and the rest of the step would not be trained. Plan for the "
+                "dp_size= and cp_size= that there are (ranks_of(mesh) tells them)"
+            )
         return gradient_factor(
             backend,
             dp_size=micro_batch.dp_size,
