@@ -73,6 +73,14 @@ def main(rank, store, out):
     found["rows"] = [m.rows.tolist() for m in micro_batches(table, plan, dp_rank=0, cp_rank=0, device="cpu")]
     found["rows of one"] = [m.rows.tolist() for m in micro_batches(table, single, device="cpu")]
 
+    masks = [b.loss_mask.clone() for b in batches]
+    if rank == 2:
+        masks[0][(~masks[0]).nonzero()[0]] = True
+    try:
+        LossReducer(backend="fsdp", denominators="current").set_masks(batches, masks, cut=True)
+    except rollpack.RollpackError as error:
+        found["added"] = str(error)
+
     def reduced(backend, dp_size):
         of = rollpack.plan(table, micro_batch_size=4, dp_size=dp_size, placeholders=True)
         (batch,) = rollpack.pack(table, of, dp_rank=dp_size - 1, token_columns=["loss"])

@@ -58,10 +58,20 @@ def _context_dimension(mesh: DeviceMesh) -> list[str]:
     return [name for name in mesh.mesh_dim_names or () if name == "cp"]
 
 
-def num_processes() -> int | None:
-    """How many processes there are, None where torch.distributed was not initialised."""
-    running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if running else None
+def num_processes(group: torch.distributed.ProcessGroup | None = None) -> int | None:
+    """How many processes the group has, all that there are if left out; None where torch.distributed was not initialised.
+
+    Raises:
+        PlanError: this process is not in the group.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    size = torch.distributed.get_world_size(group)
+    if size < 0:
+        raise PlanError(
+            f"rank {torch.distributed.get_rank()} is not in the process group that it passed: only the ranks of a group call"
+        )
+    return size
 
 
 def own_ranks(plan: Plan, dp_rank: int | None, cp_rank: int | None) -> tuple[int, int]:

@@ -13,7 +13,7 @@ from rollpack._errors import PlanError, RollpackError
 from rollpack.packing import MicroBatch
 from rollpack.torch.backends import BACKENDS, gradient_factor
 from rollpack.torch.batches import as_tensor
-from rollpack.torch.masks import StepMasks, check_mask
+from rollpack.torch.masks import StepMasks, check_changed
 from rollpack.torch.mesh import Mesh, check_ranks, num_processes
 from rollpack.torch.weights import accumulation_dtype, mode_weights, token_weights, weighted_sum
 
@@ -88,15 +88,17 @@ class LossReducer:
             micro_batch: as packed, or on a device.
             loss_aggregation: another mode than the plan's, for regularisers such as KL. ``prompt_mean`` and ``constant``
                 only where the plan is of that mode.
-            loss_mask: [T] bool, a mask that was changed since: the numerator takes it, the denominators stay. It can take
-                tokens out, not add any. Under ``denominators="current"`` the masks of :meth:`set_masks` are taken instead.
+            loss_mask: [T] bool, a mask that was changed since, of the token after each position: the numerator takes it, the
+                denominators stay. It takes tokens out. One that adds some is refused on a CPU; on another device, where
+                looking would make the host wait, the tokens that it adds stay untrained. Under ``denominators="current"``
+                the masks of :meth:`set_masks` are taken instead.
 
         Returns:
             A 0-d tensor, joined to the graph of ``token_loss`` even where nothing is trained; float64 for a float64
             token loss, else float32.
 
         Raises:
-            RollpackError: shapes or dtypes are not those above.
+            RollpackError: shapes or dtypes are not those above, or a changed mask adds tokens.
             PlanError: the backend is missing, or does not go with this micro-batch, or the plan is for more ranks than there
                 are processes of torch.distributed, or the micro-batch is not one of the step that is under way.
         """
@@ -152,14 +154,14 @@ class LossReducer:
 
         Args:
             micro_batches: all of this rank's micro-batches of the step.
-            masks: one bool tensor each. They can take tokens out, not add any.
+            masks: one bool tensor each. They take tokens out and add none.
             cut: whether the masks are cut over cp ranks. True: [T], as ``micro_batch.loss_mask``, about the token after
                 each position. False: each cp rank has the whole, [cu_seqlens[-1]], where token p of sample s is at
                 ``cu_seqlens[s] + p``.
 
         Raises:
             PlanError: the reducer keeps original denominators, or micro-batches are missing or of different steps.
-            RollpackError: a mask has another dtype or shape.
+            RollpackError: a mask has another dtype or shape; or, on every rank, the masks of one add tokens to the plan's.
         """
         if self.denominators != "current":
             raise PlanError("set_masks is for LossReducer(denominators='current'); loss_mask= keeps the original ones")
@@ -223,7 +225,8 @@ class LossReducer:
             raise PlanError("under denominators='current' masks go into reducer.set_masks(...), before the first backward")
         weights = self._token_weights(token_loss, micro_batch, loss_aggregation or micro_batch.loss_aggregation)
         if loss_mask is not None:
-            weights = weights.masked_fill(~check_mask("loss_mask", loss_mask, positions), 0)
+            trained = as_tensor(micro_batch.loss_mask, token_loss.device)
+            weights = weights.masked_fill(~check_changed(loss_mask, trained), 0)
         return weighted_sum(token_loss, weights)
 
     def _token_weights(self, token_loss: torch.Tensor, micro_batch: MicroBatch[Any], mode: str) -> torch.Tensor:
