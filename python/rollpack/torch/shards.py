@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rollpack._errors import DataError, PlanError, RollpackError, SchemaError
 from rollpack.plans import Plan
 from rollpack.summary import SourceName, Summary, summarize
+from rollpack.torch.mesh import num_processes
 
 
 def summarize_shards(
@@ -31,19 +32,32 @@ def summarize_shards(
         SchemaError, DataError: as for :func:`rollpack.summarize` and :meth:`rollpack.Summary.concat`. What is wrong on one
             rank is raised on all, with the rank: none waits for another.
         RollpackError: a rank failed in another way, such as a file that it may not read.
+        PlanError: this process is not in ``group``; raised on it alone.
     """
+    size = num_processes(group)
     own: list[bytes] | tuple[str, ...]
     try:
+        if not isinstance(shards, Mapping):
+            raise TypeError(
+                f"shards is a {type(shards).__name__}; it has to be {{source: data}}, empty where a rank has none"
+            )
         own = [summarize(data, source=source, **arguments).to_bytes() for source, data in shards.items()]
     except Exception as error:  # whatever it is, the others are told
         own, mine = _described(error), error
-    found: list[Any] = [None] * dist.get_world_size(group) if dist.is_initialized() else [own]
-    if dist.is_initialized():
-        dist.all_gather_object(found, own, group)
+    found = _gathered(own, size, group)
     for rank, of_rank in enumerate(found):
         if isinstance(of_rank, tuple):
             raise _made_again(rank, *of_rank) from (mine if of_rank is own else None)
     return Summary.concat(Summary.from_bytes(summary) for of_rank in found for summary in of_rank)
+
+
+def _gathered(own: Any, size: int | None, group: dist.ProcessGroup | None) -> list[Any]:
+    """What each of the ``size`` ranks of the group has; alone (None), a process has its own."""
+    if size is None:
+        return [own]
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, own, group)
+    return found
 
 
 _LOCATED = {kind.__name__: kind for kind in (DataError, SchemaError)}
@@ -69,12 +83,14 @@ def check_same_plan(plan: Plan, *, group: dist.ProcessGroup | None = None) -> No
         group: the process group, None for that of all ranks.
 
     Raises:
-        PlanError: some ranks have another plan; raised on all of them.
+        PlanError: some ranks have another plan, or what is no plan; raised on all of them. Or this process is not in the
+            group; raised on it alone.
     """
-    if not dist.is_initialized():
-        return
-    ids: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ids, plan.id, group)
+    own = plan.id if isinstance(plan, Plan) else (type(plan).__name__,)
+    ids = _gathered(own, num_processes(group), group)
+    for rank, found in enumerate(ids):
+        if isinstance(found, tuple):
+            raise PlanError(f"rank {rank} passed a {found[0]}, which is no plan")
     ((most, _),) = Counter(ids).most_common(1)
     others = [rank for rank, found in enumerate(ids) if found != most]
     if others:
