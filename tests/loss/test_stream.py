@@ -104,6 +104,9 @@ def test_wrong_arguments_are_told_at_once(plan):
         micro_batches(TABLE, plan, device="cpu", dp_rank=2)
     with pytest.raises(rollpack.PlanError, match="cp_rank"):
         MicroBatchDataset(TABLE, plan, cp_rank=2)
+    devices = torch.cuda.device_count()
+    with pytest.raises(rollpack.RollpackError, match=f"'cuda:{devices}', and torch finds {devices} CUDA devices"):
+        micro_batches(TABLE, plan, device=f"cuda:{devices}")
     with pytest.raises(rollpack.DataError, match="rows were planned"):
         list(micro_batches(TABLE.slice(1), plan, device="cpu"))
 

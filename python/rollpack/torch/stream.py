@@ -68,7 +68,7 @@ def micro_batches(
     Raises:
         PlanError: as for :func:`rollpack.pack`; or the mesh has other sizes than the plan, or comes with ranks; or a rank is
             missing.
-        RollpackError: ``prefetch`` is below 1; or, in the loop, it was closed.
+        RollpackError: ``prefetch`` is below 1, or there is no such CUDA device; or, in the loop, it was closed.
         DataError, SchemaError: as for :func:`rollpack.pack`, some of them only in the loop. A second loop may find that
             ``data`` cannot be read again.
     """
@@ -78,6 +78,8 @@ def micro_batches(
     step = plan._checked(step, dp_rank, cp_rank)
     rows = plan._rows_of(step, dp_rank)
     device = torch.device(device)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise RollpackError(f"device is {str(device)!r}, and torch finds {torch.cuda.device_count()} CUDA devices here")
 
     def begun() -> Iterator[_Sent]:
         packer = Packer(data, plan.columns, token_columns, sample_columns, sources=plan.sources, rows=rows)
