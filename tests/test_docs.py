@@ -84,6 +84,22 @@ def test_code_blocks_run(page, tmp_path, monkeypatch, capsys, one_rank):
         assert sorted(p.name for p in (tmp_path / "packed").iterdir()) == ["dp0-cp0.arrow", "dp1-cp0.arrow"]
 
 
+def test_the_ranks_of_the_shards_page_share_the_batch(tmp_path, monkeypatch):
+    """Its snippet under torchrun, in two processes: each row is packed once."""
+    page = ROOT / "python" / "docs" / "shards.md"
+    texts = [text for kind, text in blocks(page) if kind == "python"]
+    (ranks,) = [text for text in texts if "check_same_plan" in text]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(texts[0], page.name, "exec"), {})
+    code = f"import rollpack, torch\ntorch.set_num_threads(1)\n{ranks}\ntorch.distributed.destroy_process_group()"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
+    done = subprocess.run([*torchrun, sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    packed = re.findall(r"dp_rank (\d) of 2 packs rows \[([\d, ]+)\]", done.stdout)
+    assert {rank for rank, _ in packed} == {"0", "1"}
+    assert sorted(int(row) for _, rows in packed for row in rows.split(", ")) == [0, 1, 2, 3]
+
+
 def anchors(page):
     """What GitHub makes of the headings of a page."""
     text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)

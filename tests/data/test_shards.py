@@ -212,7 +212,7 @@ def test_a_shard_without_a_mask_does_not_join_one_with_a_mask():
 
 
 def test_shards_with_ids_of_other_names_say_which():
-    named = WHOLE.rename_columns({"rollout_id": "uid"})
+    named = WHOLE.rename_columns(["tokens", "loss_mask", "uid", "group_index", "score"])
     shards = [
         rollpack.summarize(WHOLE, source="a"),
         rollpack.summarize(named, source="b", rollout_key="uid"),

@@ -8,7 +8,7 @@ from examples import FOUR_SAMPLES, MODES
 from test_masks import NEW_MASKS, whole_masks
 
 import rollpack
-from rollpack.torch import LossReducer, ranks_of
+from rollpack.torch import LossReducer, MicroBatchDataset, micro_batches, ranks_of
 
 
 def main(rank, store, out):
@@ -67,6 +67,28 @@ def main(rank, store, out):
     every = [b.to("cpu") for b in rollpack.pack(table, single)]
     unclear = LossReducer(backend="none", denominators="current")
     told("other number of processes", lambda: unclear.set_masks(every, [b.loss_mask for b in every], cut=True))
+    told("no dp rank", lambda: micro_batches(table, plan, cp_rank=0, device="cpu"))
+    told("no cp rank", lambda: micro_batches(table, plan, dp_rank=0, device="cpu"))
+    told("data set without ranks", lambda: MicroBatchDataset(table, plan))
+    found["rows"] = [m.rows.tolist() for m in micro_batches(table, plan, dp_rank=0, cp_rank=0, device="cpu")]
+    found["rows of one"] = [m.rows.tolist() for m in micro_batches(table, single, device="cpu")]
+
+    masks = [b.loss_mask.clone() for b in batches]
+    if rank == 2:
+        masks[0][(~masks[0]).nonzero()[0]] = True
+    try:
+        LossReducer(backend="fsdp", denominators="current").set_masks(batches, masks, cut=True)
+    except rollpack.RollpackError as error:
+        found["added"] = str(error)
+
+    def reduced(backend, dp_size):
+        of = rollpack.plan(table, micro_batch_size=4, dp_size=dp_size, placeholders=True)
+        (batch,) = rollpack.pack(table, of, dp_rank=dp_size - 1, token_columns=["loss"])
+        return LossReducer(backend=backend)(torch.from_numpy(batch.columns["loss"]).double(), batch).item()
+
+    told("more ranks than processes", lambda: reduced("ddp", 8))
+    found["fewer ranks than processes"] = reduced("ddp", 1)  # the others are, say, tensor parallel
+    found["summed by hand"] = reduced("none", 8)
     with open(f"{out}.{rank}", "w") as file:
         json.dump(found, file)
     dist.destroy_process_group()

@@ -11,6 +11,7 @@ import pyarrow.parquet as pq
 import torch
 from test_metrics import DECLARED, STEPS, fill
 
+import rollpack
 from rollpack.torch import Metrics
 
 
@@ -46,6 +47,23 @@ def main(rank, world, store, path, out):
         metrics.log()
     except ValueError as error:
         logged["group"] = str(error)
+
+    def refused(name, micro_batches):
+        metrics = Metrics({"a": "sample_mean"})
+        for micro_batch in micro_batches:
+            metrics.add(micro_batch, {"a": 1.0})
+        try:
+            metrics.log()
+        except ValueError as error:
+            logged[name] = str(error)
+
+    def packed(size):
+        plan = rollpack.plan(table, micro_batch_size=size, dp_size=world)
+        return list(rollpack.pack(table, plan, dp_rank=rank))
+
+    refused("another plan", packed(1 + rank % 2))
+    refused("one rank", packed(1) if rank == 1 else [])
+    refused("a micro-batch less", packed(1)[: -1 if rank == 1 else None])
     with open(f"{out}.{rank}", "w") as file:
         json.dump({"logged": logged, "calls": calls}, file)
     torch.distributed.destroy_process_group()

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 import rollpack
-from rollpack.torch import LossReducer, check_same_plan, micro_batches, summarize_shards
+from rollpack.torch import LossReducer, Metrics, check_same_plan, micro_batches, summarize_shards
 
 
 def main(rank, folder):
@@ -42,13 +42,13 @@ def main(rank, folder):
 
     other = rollpack.plan(summary, micro_batch_size=1 + (rank == 1), dp_size=1)
     told("another plan", lambda: check_same_plan(other))
+    told("no plan", lambda: check_same_plan(None if rank == 1 else other))
+    told("no shards", lambda: summarize_shards([files[0]] if rank == 1 else {}))
     wrong = folder / "wrong.parquet" if rank == 2 else files[rank]
     told("bad row", lambda: summarize_shards({str(wrong): wrong}))
     told("no file", lambda: summarize_shards({rank: folder / "nowhere" if rank == 1 else files[0]}))
     told("wrong type", lambda: summarize_shards({rank: 7 if rank == 0 else files[0]}))
     told("same source", lambda: summarize_shards({"mine": files[rank]}))
-    told("no plan", lambda: check_same_plan(None if rank == 1 else other))
-    told("a list", lambda: summarize_shards([files[0]] if rank == 2 else {}))
     told("nothing", lambda: summarize_shards({}))
     group = dist.new_group([0, 2])
     if rank != 1:
@@ -57,7 +57,8 @@ def main(rank, folder):
         found["part"] = part.sources
     else:
         told("outside", lambda: summarize_shards({rank: files[rank]}, group=group))
-        told("outside, planned", lambda: check_same_plan(other, group=group))
+        told("outside, plan", lambda: check_same_plan(other, group=group))
+        told("outside, log", lambda: Metrics({"a": "max"}).log(group=group))
     (folder / f"out.{rank}").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -72,6 +72,8 @@ def test_nothing_of_the_size_of_the_logits_is_kept(micro_batch):
 def test_wrong_logits_are_told(micro_batch):
     with pytest.raises(rollpack.RollpackError, match=r"logits have shape \[1, 8, 7\]; they have to be \[8, vocabulary\]"):
         token_logprobs(torch.zeros(1, 8, 7), micro_batch)
+    with pytest.raises(rollpack.RollpackError, match=r"logits are torch.int64; they have to be floating"):
+        token_logprobs(torch.zeros(8, 7, dtype=torch.int64), micro_batch)
     with pytest.raises(rollpack.RollpackError, match="label 4 is not below the vocabulary of 4"):
         token_logprobs(torch.zeros(8, 4), micro_batch)
 

@@ -16,13 +16,15 @@ from rollpack.torch import LossReducer
 #: The example's masks after rejection: of sample 1 the token of loss 2, of sample 3 all tokens.
 NEW_MASKS = [[1], [1, 0, 1], [1, 1], [0, 0, 0, 0]]
 
+MASKS = [[1], [1, 1, 1], [1, 1], [1, 0, 1, 1]]
+
 #: By hand. N = 4 and P = 2 stay. Samples: 4/1, (1+3)/2, 30/2, 0. Groups: (4+4)/3, 30/2. All: 38/5, 38/(10*4).
 EXPECTED = {"sample_mean": 21 / 4, "prompt_mean": (8 / 3 + 15) / 2, "token_mean": 38 / 5, "constant": 38 / 40}
 
 
-def whole_masks(batch):
-    """The new masks of all samples of a micro-batch, prompt included, one behind the other."""
-    return torch.tensor([x for row in batch.rows.tolist() for x in [0, 0, *NEW_MASKS[row]]], dtype=torch.bool)
+def whole_masks(batch, masks=NEW_MASKS):
+    """The masks of all samples of a micro-batch, prompt included, one behind the other."""
+    return torch.tensor([x for row in batch.rows.tolist() for x in [0, 0, *masks[row]]], dtype=torch.bool)
 
 
 def batches(**arguments):
@@ -45,14 +47,34 @@ def test_current_denominators_by_hand(mode, micro_batch_size):
     reducer.set_masks(steps, shifted, cut=True)
     loss = sum(reducer(b.columns["loss"].double(), b) for b in steps)
     assert loss.item() == pytest.approx(EXPECTED[mode], rel=1e-14)
-    # What was not trained cannot be added.
-    reducer.set_masks(steps, [torch.ones_like(b.loss_mask) for b in steps], cut=True)
-    loss = sum(reducer(b.columns["loss"].double(), b) for b in steps)
-    assert loss.item() == pytest.approx(float(FOUR_SAMPLES.expected[mode]), rel=1e-14)
     # With all that was trained, they are the original ones.
     reducer.set_masks(steps, [b.loss_mask for b in steps], cut=True)
     loss = sum(reducer(b.columns["loss"].double(), b) for b in steps)
     assert loss.item() == pytest.approx(float(FOUR_SAMPLES.expected[mode]), rel=1e-14)
+
+
+def test_a_mask_that_trains_what_the_plan_does_not_is_refused():
+    """Off by one, or with cut= the wrong way round, the loss would be 0 or of other tokens, and nobody would know."""
+    steps = batches(pad_to_multiple_of=4)
+    reducer = LossReducer(denominators="current")
+    told = [b.loss_mask for b in steps]
+    # Tokens 2 and on of a sample are its response, and sample 3 has a token in it that is not trained.
+    whole = [whole_masks(b, MASKS) for b in steps]
+    for masks, cut in ((told, True), (whole, False)):
+        reducer.set_masks(steps, masks, cut=cut)
+        loss = sum(reducer(b.columns["loss"].double(), b) for b in steps)
+        assert loss.item() == pytest.approx(5.75, rel=1e-14)
+        for n in range(len(masks)):
+            for at in (~masks[n]).nonzero()[:, 0].tolist():
+                more = [mask.clone() for mask in masks]
+                more[n][at] = True
+                with pytest.raises(rollpack.RollpackError, match="masks of all ranks have 1 tokens that the plan does not"):
+                    reducer.set_masks(steps, more, cut=cut)
+    unpadded = batches()
+    with pytest.raises(rollpack.RollpackError, match=r"Is cut= right\?"):
+        reducer.set_masks(unpadded, [b.loss_mask for b in unpadded], cut=False)
+    with pytest.raises(rollpack.RollpackError, match=r"Is cut= right\?"):
+        reducer.set_masks(unpadded, [whole_masks(b, MASKS) for b in unpadded], cut=True)
 
 
 def test_another_mode_takes_the_new_masks_too():
@@ -128,6 +150,19 @@ def test_ranks_come_from_a_mesh(ranks):
     assert [found["flat"] for found in ranks] == [[4, 1, rank, 0] for rank in range(4)]
 
 
+def test_a_token_that_is_added_on_one_rank_is_told_on_all(ranks):
+    for found in ranks:
+        assert "masks of all ranks have 1 tokens that the plan does not train" in found["added"]
+
+
+def test_ranks_that_are_said_and_processes_of_other_kinds_are_right(ranks):
+    for found in ranks:
+        assert [len(rows) for rows in found["rows"]] == [1, 1]  # of four samples on two dp ranks
+        assert [len(rows) for rows in found["rows of one"]] == [1, 1, 1, 1]
+        assert found["fewer ranks than processes"] == pytest.approx(5.75, rel=1e-14)
+        assert found["summed by hand"] == 0.0  # a placeholder
+
+
 def test_a_mesh_or_group_that_does_not_fit_is_told(ranks):
     expected = {
         "no backend": "there are 4 ranks, and what the trainer does to gradients is not known",
@@ -138,6 +173,10 @@ def test_a_mesh_or_group_that_does_not_fit_is_told(ranks):
         "group of other size": "the process group has 4 ranks, and the plan is for dp 1 x cp 1",
         "another rank": r"this process is dp_rank (\d), cp_rank \d of the mesh, and .* packed for dp_rank (?!\1)",
         "other number of processes": "the plan is for 1 dp x cp ranks, and 4 processes run",
+        "no dp rank": "dp_size 2, and each of 4 processes would pack for dp_rank 0: pass this process's dp_rank=",
+        "no cp rank": "cp_size 2, and each of 4 processes would pack for cp_rank 0: pass this process's cp_rank=",
+        "data set without ranks": "dp_size 2, and each of 4 processes would pack for dp_rank 0",
+        "more ranks than processes": "for dp 8 x cp 1, and 4 processes run: .* Plan for the dp_size= and",
     }
     for found in ranks:
         assert found["errors"].keys() == expected.keys()

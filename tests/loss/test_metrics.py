@@ -176,14 +176,18 @@ def test_real_processes(world, tmp_path):
     assert all(rank == ranks[0] for rank in ranks)
     logged = ranks[0]["logged"]
     assert "declared different metrics" in logged.pop("error")
+    assert "of different plans or steps: plan alike on all of them" in logged.pop("another plan")
+    assert f"and the {world} processes that were gathered added micro-batches of 1: call add" in logged.pop("one rank")
+    assert "processes 1 did not add each of their micro-batches" in logged.pop("a micro-batch less")
     assert f"for 1 dp x cp ranks, and the {world} processes that were gathered added micro-batches of {world}" in logged.pop(
         "group"
     )
     assert list(logged) == [f"{world // c}x{c}" for c in (1, 2, 4) if c <= world]
     for values in logged.values():
         assert values == pytest.approx(EXPECTED, rel=1e-14)
-    full = 5 + 2 * len(DECLARED)
-    assert ranks[0]["calls"] == [full, full] * len(logged) + [7, full]  # one for each call of log()
+    full = 7 + 2 * len(DECLARED)
+    # One for each call of log().
+    assert ranks[0]["calls"] == [full, full] * len(logged) + [9, full, 9, 9, 9]
 
 
 def batch(**arguments):
@@ -299,7 +303,7 @@ def test_a_changed_mask_takes_tokens_out_and_keeps_the_denominators():
     micro_batch = batch()
     x = torch.from_numpy(micro_batch.columns["loss"])
     metrics = Metrics({"a": "sample_mean", "b": "count", "c": "max"})
-    metrics.add(micro_batch, dict.fromkeys("abc", x), loss_mask=x != 20)
+    metrics.add(micro_batch, dict.fromkeys("abc", x), loss_mask=torch.from_numpy(micro_batch.loss_mask) & (x != 20))
     assert metrics.log() == pytest.approx({"a": (4 + 2 + 10 / 2 + 2) / 4, "b": 26 / 8, "c": 10.0})
 
 
@@ -330,6 +334,43 @@ def test_a_rank_that_is_missing_is_told():
     metrics.add(micro_batch, {"x": torch.ones(len(micro_batch.tokens))})
     with pytest.raises(rollpack.PlanError, match=r"for 2 dp x cp ranks, and the 1 processes .* of 1: .*log\(group="):
         metrics.log()
+
+
+@pytest.mark.parametrize("calls", [1, 2])
+def test_a_micro_batch_that_was_not_added_is_told(calls):
+    """What is logged would be a part of the sum."""
+    table = EXAMPLES["four_samples"].table()
+    plan = rollpack.plan(table, micro_batch_size=1, dp_size=2)
+    every = [m for dp_rank in range(2) for m in rollpack.pack(table, plan, dp_rank=dp_rank, token_columns=["loss"])]
+
+    def add(metrics, micro_batches):
+        for micro_batch in micro_batches:
+            for name in "xy"[:calls]:
+                metrics.add(micro_batch, {name: torch.from_numpy(micro_batch.columns["loss"])})
+
+    for missing in range(len(every)):
+        metrics = Metrics({"x": "sample_mean", "y": "max"})
+        add(metrics, every[:missing] + every[missing + 1 :])
+        with pytest.raises(rollpack.PlanError, match="processes 0 did not add each of their micro-batches in each step"):
+            metrics.log()
+        add(metrics, [every[missing]])
+        assert metrics.log()["x"] == pytest.approx(5.75)
+    metrics = Metrics({"x": "sample_mean", "y": "max"})
+    metrics.add(every[0], {"x": 1.0})
+    add(metrics, every)  # once more for the first
+    if calls == 1:
+        with pytest.raises(rollpack.PlanError, match="in each step, or pass over it"):
+            metrics.log()
+
+
+def test_names_may_be_left_out_of_any_micro_batch_in_any_epoch():
+    table = EXAMPLES["four_samples"].table()
+    first, second = rollpack.pack(table, rollpack.plan(table, micro_batch_size=2))
+    metrics = Metrics({"x": "none", "y": "none"})
+    for epoch in range(2):
+        metrics.add(first, {"x": 1.0})
+        metrics.add(second, [{"x": 3.0}, {}][epoch])
+    assert metrics.log() == {"x": 5 / 2, "y": 0.0}
 
 
 def test_sums_are_float64():

@@ -59,11 +59,23 @@ def test_another_plan_is_found_on_every_rank(ranks):
         assert "ranks 1 have another plan" in text
 
 
+def test_what_is_no_plan_on_one_rank_is_told_on_every_rank(ranks):
+    for found in ranks:
+        assert found["errors"]["no plan"][:2] == ["PlanError", "rank 1 passed a NoneType, which is no plan"]
+
+
+def test_a_rank_outside_of_the_group_is_told(ranks):
+    for call in ("outside", "outside, plan", "outside, log"):
+        kind, text, *_ = ranks[1]["errors"][call]
+        assert (kind, text.partition(":")[0]) == ("PlanError", "rank 1 is not in the process group that it passed")
+
+
 @pytest.mark.parametrize(
     ("fault", "kind", "rank", "words", "place"),
     [
         ("bad row", "DataError", 2, "column 'loss_mask', row 1: ", ["loss_mask", 1]),
         ("no file", "DataError", 1, "nowhere", [None, None]),
+        ("no shards", "RollpackError", 1, "TypeError: shards is a list; it has to be {source: data}", [None, None]),
         ("wrong type", "RollpackError", 0, "TypeError: int is no data", [None, None]),
     ],
 )
@@ -85,26 +97,14 @@ def test_a_source_of_two_ranks_and_no_rows_at_all_are_refused(ranks):
         assert "no summaries to join" in found["errors"]["nothing"][1]
 
 
-def test_wrong_arguments_of_one_rank_are_told_on_all(ranks):
-    for found in ranks:
-        assert found["errors"]["no plan"][:2] == [
-            "PlanError",
-            "rank 1: NoneType is no Plan; pass what rollpack.plan returned",
-        ]
-        assert found["errors"]["a list"][1].endswith("shards is a list; it has to be a mapping, {source: data}")
-        assert found["errors"]["a list"][1].startswith("rank 2: ")
-    for call in ("outside", "outside, planned"):
-        assert ranks[1]["errors"][call][1] == "this process is not in group; call it on the ranks of the group only"
-
-
 def test_alone_a_process_takes_its_own_shards(folder):
     files = sorted(folder.glob("part-*.parquet"))
     summary = summarize_shards({str(path): path for path in reversed(files)}, groups=True)
     whole = rollpack.plan(FOUR_SAMPLES.table(), loss_aggregation="prompt_mean", micro_batch_size=2)
     plan = rollpack.plan(summary, loss_aggregation="prompt_mean", micro_batch_size=2)
     check_same_plan(plan)
+    with pytest.raises(rollpack.PlanError, match="passed a Summary, which is no plan"):
+        check_same_plan(summary)
     assert plan.to_arrow().equals(whole.to_arrow())
     with pytest.raises(rollpack.DataError, match="rank 0: column 'loss_mask', row 1"):
         summarize_shards({"x": folder / "wrong.parquet"})
-    with pytest.raises(rollpack.PlanError, match="Table is no Plan"):
-        check_same_plan(FOUR_SAMPLES.table())

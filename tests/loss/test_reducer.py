@@ -11,7 +11,7 @@ import torch
 from examples import EXAMPLES, FOUR_SAMPLES
 
 import rollpack
-from rollpack.torch import LossReducer, scale_advantages, token_weights, weighted_sum
+from rollpack.torch import LossReducer, Metrics, scale_advantages, token_weights, weighted_sum
 
 
 def micro_batches(table=None, **arguments):
@@ -114,11 +114,33 @@ def test_a_changed_mask_keeps_the_original_denominators():
     values = torch.zeros(len(mask))
     # Losses of the example at the logit of each response token; then the 20 of sample 2 is rejected.
     values[mask] = torch.tensor([4.0, 1, 2, 3, 10, 20, 1, 2, 3])
-    rejected = values != 20
-    loss = LossReducer()(values, micro_batch, loss_mask=rejected)
+    kept = (values != 20) & mask
+    loss = LossReducer()(values, micro_batch, loss_mask=kept)
     assert loss.item() == pytest.approx((4 + 2 + 10 / 2 + 2) / 4)  # 10 is still divided by the two tokens of its rollout
-    everything = LossReducer()(values, micro_batch, loss_mask=torch.ones_like(mask))
-    assert everything.item() == pytest.approx(5.75)  # a token that was masked cannot be added
+    everything = LossReducer()(values, micro_batch, loss_mask=mask)
+    assert everything.item() == pytest.approx(5.75)
+
+
+@pytest.mark.parametrize("of", ["numpy", "torch"])
+def test_a_changed_mask_that_adds_tokens_is_told(of):
+    (packed,) = micro_batches()
+    micro_batch = packed if of == "numpy" else packed.to("cpu")
+    values, mask = torch.ones(len(packed.tokens)), torch.from_numpy(packed.loss_mask)
+    for loss_mask in (torch.ones_like(mask), mask.roll(1), values != 20):  # at the tokens instead of their logits; to keep
+        with pytest.raises(
+            rollpack.RollpackError, match=r"positions that are not trained: .* loss_mask & micro_batch.loss_mask"
+        ):
+            LossReducer()(values, micro_batch, loss_mask=loss_mask)
+    with pytest.raises(rollpack.RollpackError, match="loss_mask is True at 9 positions that are not trained"):
+        Metrics({"x": "sample_mean"}).add(micro_batch, {"x": values}, loss_mask=torch.ones_like(mask))
+
+
+def test_a_changed_mask_is_not_waited_for_on_a_device():
+    """A tensor on "meta" has no value: whoever asks for one is told off."""
+    (packed,) = micro_batches()
+    micro_batch = packed.to("meta")
+    values = torch.ones(len(packed.tokens), device="meta")
+    assert LossReducer()(values, micro_batch, loss_mask=values > 0).shape == ()
 
 
 def test_another_mode_for_a_regulariser():

@@ -104,6 +104,9 @@ def test_wrong_arguments_are_told_at_once(plan):
         micro_batches(TABLE, plan, device="cpu", dp_rank=2)
     with pytest.raises(rollpack.PlanError, match="cp_rank"):
         MicroBatchDataset(TABLE, plan, cp_rank=2)
+    devices = torch.cuda.device_count()
+    with pytest.raises(rollpack.RollpackError, match=f"'cuda:{devices}', and torch finds {devices} CUDA devices"):
+        micro_batches(TABLE, plan, device=f"cuda:{devices}")
     with pytest.raises(rollpack.DataError, match="rows were planned"):
         list(micro_batches(TABLE.slice(1), plan, device="cpu"))
 
@@ -131,19 +134,58 @@ def test_leaving_early_stops_the_thread_and_lets_go(plan, leave):
     elif leave == "close":
         next(found)
         found.close()
-        assert list(found) == []
+        is_closed(found)
     elif leave == "with":
         with found:
             next(found)
-        assert list(found) == []
+        is_closed(found)
     elif leave == "del":
         next(found)
         del found
     else:
         found.close()
-        assert list(found) == []
+        is_closed(found)
     gc.collect()
     assert not threads()
+
+
+def is_closed(found):
+    for use in (next, iter):
+        with pytest.raises(rollpack.RollpackError, match="were closed; call micro_batches again"):
+            use(found)
+
+
+@pytest.mark.parametrize("of", ["table", "path"])
+def test_every_loop_over_them_is_an_epoch(tmp_path, plan, of):
+    """PPO goes over its rollouts several times."""
+    pq.write_table(TABLE, tmp_path / "rows.parquet")
+    expected = [m.to("cpu") for m in rollpack.pack(TABLE, plan, dp_rank=1, **COLUMNS)]
+    data = TABLE if of == "table" else tmp_path / "rows.parquet"
+    found = micro_batches(data, plan, dp_rank=1, **COLUMNS, device="cpu")
+    for _ in range(3):
+        for left, right in zip(found, expected, strict=True):
+            equal(left, right)
+        assert next(found, None) is None  # it begins again with a loop, not by itself
+        assert not threads()
+    assert len(found) == len(expected)
+
+
+def test_a_loop_that_was_left_early_goes_on(plan):
+    rows = [m.rows.tolist() for m in rollpack.pack(TABLE, plan)]
+    found = micro_batches(TABLE, plan, device="cpu")
+    for micro_batch in found:
+        assert micro_batch.rows.tolist() == rows[0]
+        break
+    assert [m.rows.tolist() for m in found] == rows[1:]
+    assert [m.rows.tolist() for m in found] == rows
+    found.close()
+
+
+def test_a_stream_that_was_read_to_its_end_is_no_second_epoch(plan):
+    found = micro_batches(TABLE.to_reader(), plan, device="cpu")
+    assert len(list(found)) == len(found)
+    with pytest.raises(rollpack.DataError, match="a reader that was read before"):
+        list(found)
 
 
 def test_no_more_than_was_asked_for_is_made_ahead(plan):
@@ -155,7 +197,7 @@ def test_no_more_than_was_asked_for_is_made_ahead(plan):
 
     packer = rollpack.packing.Packer(TABLE, plan.columns)
     items = ((m.to("cpu"), None) for m in packer.rank(plan, 0, 0, 0, buffers=counted))
-    found = rollpack.torch.MicroBatches(items, plan.steps[0].num_micro_batches, 1)
+    found = rollpack.torch.MicroBatches(lambda: items, plan.steps[0].num_micro_batches, 1)
     assert not made  # nothing before the first is asked for
     next(found)
     for _ in range(100):

@@ -28,10 +28,12 @@ def token_logprobs(logits: torch.Tensor, micro_batch: MicroBatch[Any]) -> torch.
         [T], float64 for float64 logits, else float32 (sums over the vocabulary are float32 for half precision).
 
     Raises:
-        RollpackError: the logits have another shape, or a label is not below V. In backward: a second derivative is asked
-            for (``create_graph=True``).
+        RollpackError: the logits have another shape or dtype, or a label is not below V. In backward: a second derivative is
+            asked for (``create_graph=True``).
     """
     labels = torch.as_tensor(micro_batch.labels, device=logits.device).to(torch.int64)
+    if not logits.is_floating_point():
+        raise RollpackError(f"logits are {logits.dtype}; they have to be floating")
     if logits.ndim != 2 or len(logits) != len(labels):
         raise RollpackError(f"logits have shape {list(logits.shape)}; they have to be [{len(labels)}, vocabulary]")
     # On a device this would wait for it, and indexing there checks bounds itself.

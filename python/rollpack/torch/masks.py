@@ -25,6 +25,23 @@ def check_mask(name: str, mask: torch.Tensor, length: int) -> torch.Tensor:
     return mask
 
 
+def check_changed(mask: torch.Tensor, trained: torch.Tensor) -> torch.Tensor:
+    """``mask``, if it is [T] bool and has no token beside those of ``trained``.
+
+    The second is looked at on a CPU only: on a device the host would wait for it, and under compile the graph would break.
+    """
+    check_mask("loss_mask", mask, len(trained))
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling():
+        added = int((mask & ~trained.to("cpu")).sum())
+        if added:
+            raise RollpackError(
+                f"loss_mask is True at {added} positions that are not trained: a changed mask takes tokens out and adds "
+                "none. Where it says what to keep, pass loss_mask & micro_batch.loss_mask; like that one, it is about the "
+                "token after each position"
+            )
+    return mask
+
+
 class StepMasks:
     """The masks of one step, with the mask sums of their rollouts and groups over all ranks.
 
@@ -40,10 +57,12 @@ class StepMasks:
         device = masks[0].device
         rollouts, prompts = first.num_indices
         # All sums in one tensor, so that one collective a group is enough.
-        sums = torch.zeros(rollouts + (prompts or 0), dtype=torch.int64, device=device)
+        sums = torch.zeros(rollouts + (prompts or 0) + 1, dtype=torch.int64, device=device)
+        added = sums[-1:]  # tokens that the plan does not train
         self._masks: dict[int, torch.Tensor] = {}
         for n, (micro_batch, mask) in enumerate(zip(micro_batches, masks, strict=True)):
-            local, per_sample = _local(f"masks[{n}]", micro_batch, mask, cut=cut)
+            local, per_sample, more = _local(f"masks[{n}]", micro_batch, mask, cut=cut)
+            added += more
             self._masks[micro_batch.index] = local
             if not micro_batch.is_placeholder:
                 sums.index_add_(0, as_tensor(micro_batch.rollout_indices, device), per_sample)
@@ -53,7 +72,13 @@ class StepMasks:
             torch.distributed.all_reduce(sums, group=group)
         self._step = first.plan_id, first.step
         host = sums.cpu().numpy()
-        self._rollout_sums, self._prompt_sums = host[:rollouts], host[rollouts:] if prompts is not None else None
+        if host[-1]:
+            raise RollpackError(
+                f"the masks of all ranks have {host[-1]} tokens that the plan does not train: changed masks take tokens out "
+                "and add none. Is cut= right? True: of the token after each position, as micro_batch.loss_mask, to which a "
+                "mask of what to keep is joined by &. False: of the tokens themselves"
+            )
+        self._rollout_sums, self._prompt_sums = host[:rollouts], host[rollouts:-1] if prompts is not None else None
         self._num_tokens = int(self._rollout_sums.sum())
 
     def of(self, micro_batch: MicroBatch[Any], mode: str) -> tuple[torch.Tensor, Any]:
@@ -76,17 +101,24 @@ class StepMasks:
         return self._masks[micro_batch.index], weights
 
 
-def _local(name: str, micro_batch: MicroBatch[Any], mask: torch.Tensor, *, cut: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mask at this rank's positions [T], and its sum per sample [S]. Each trained token is on one cp rank."""
+def _local(
+    name: str, micro_batch: MicroBatch[Any], mask: torch.Tensor, *, cut: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The mask at this rank's positions [T], its sum per sample [S], and the number of tokens that are not in the plan's.
+
+    Each trained token is on one cp rank.
+    """
     trained, segment_ids = (as_tensor(x, mask.device) for x in (micro_batch.loss_mask, micro_batch.segment_ids))
     if cut:
-        local = check_mask(name, mask, len(trained)) & trained
+        told, beside = check_mask(name, mask, len(trained)), torch.zeros((), dtype=torch.int64, device=mask.device)
     else:
         starts, position_ids = (as_tensor(x, mask.device) for x in (micro_batch.cu_seqlens, micro_batch.position_ids))
         check_mask(name, mask, int(starts[-1]))
-        # Where no token follows, any will do: it is not trained.
-        following = starts[segment_ids.clamp(min=0).long()].long() + position_ids + 1
-        local = mask[following.clamp(max=len(mask) - 1)] & trained
+        segments = segment_ids.clamp(min=0).long()
+        following = starts[segments].long() + position_ids + 1
+        told = mask[following.clamp(max=len(mask) - 1)] & (following < starts[segments + 1]) & (segment_ids >= 0)
+        beside = mask[starts[:-1].long()].sum()  # no position has the first token of a sample after it
+    local = told & trained
     sums = torch.zeros(len(micro_batch.rows), dtype=torch.int64, device=mask.device)
     sums.index_add_(0, segment_ids.clamp(min=0).long(), local.long())
-    return local, sums
+    return local, sums, (told & ~trained).sum() + beside

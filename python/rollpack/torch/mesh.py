@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from rollpack._errors import PlanError
 from rollpack.packing import MicroBatch
+from rollpack.plans import Plan
 
 Mesh = DeviceMesh | torch.distributed.ProcessGroup
 
@@ -57,21 +58,52 @@ def _context_dimension(mesh: DeviceMesh) -> list[str]:
     return [name for name in mesh.mesh_dim_names or () if name == "cp"]
 
 
+def num_processes(group: torch.distributed.ProcessGroup | None = None) -> int | None:
+    """How many processes the group has, all that there are if left out; None where torch.distributed was not initialised.
+
+    Raises:
+        PlanError: this process is not in the group.
+    """
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return None
+    size = torch.distributed.get_world_size(group)
+    if size < 0:
+        raise PlanError(
+            f"rank {torch.distributed.get_rank()} is not in the process group that it passed: only the ranks of a group call"
+        )
+    return size
+
+
+def own_ranks(plan: Plan, dp_rank: int | None, cp_rank: int | None) -> tuple[int, int]:
+    """The ranks that were passed, 0 for one that was not.
+
+    Raises:
+        PlanError: one of several was not passed, and several processes run: each of them would take rank 0.
+    """
+    sizes, passed = (plan.settings.dp_size, plan.settings.cp_size), (dp_rank, cp_rank)
+    for name, size, rank in zip(("dp", "cp"), sizes, passed, strict=True):
+        if size > 1 and rank is None and (num_processes() or 1) > 1:
+            raise PlanError(
+                f"the plan has {name}_size {size}, and each of {num_processes()} processes would pack for {name}_rank 0: "
+                f"pass this process's {name}_rank= (be it 0), or mesh= to micro_batches"
+            )
+    return dp_rank or 0, cp_rank or 0
+
+
 def reducing_groups(mesh: Mesh | None, size: int) -> list[torch.distributed.ProcessGroup | None]:
     """The groups to reduce over, one after the other, for a sum over ``size`` ranks, which are all of dp x cp.
 
     Raises:
         PlanError: it cannot be told which processes these are.
     """
-    running = torch.distributed.is_available() and torch.distributed.is_initialized()
-    world = torch.distributed.get_world_size() if running else 1
     if isinstance(mesh, torch.distributed.ProcessGroup):
         return [mesh]
     if mesh is not None:
         return [mesh.get_group(name) for name in [*_data_dimensions(mesh), *_context_dimension(mesh)]]
-    if world != size:
-        raise PlanError(f"the plan is for {size} dp x cp ranks, and {world} processes run; pass LossReducer(mesh=...)")
-    return [None] if running else []
+    world = num_processes()
+    if (world or 1) != size:
+        raise PlanError(f"the plan is for {size} dp x cp ranks, and {world or 1} processes run; pass LossReducer(mesh=...)")
+    return [None] if world else []
 
 
 def check_ranks(mesh: Mesh | None, micro_batch: MicroBatch[Any]) -> None:

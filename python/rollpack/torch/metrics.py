@@ -17,7 +17,8 @@ from rollpack._errors import PlanError, RollpackError
 from rollpack.names import OURS
 from rollpack.packing import MicroBatch
 from rollpack.torch.batches import as_tensor
-from rollpack.torch.masks import check_mask
+from rollpack.torch.masks import check_changed
+from rollpack.torch.mesh import num_processes
 from rollpack.torch.weights import mode_weights, token_weights, weighted_sum
 
 _EXTREMES = {"min": math.inf, "max": -math.inf}
@@ -44,9 +45,10 @@ class Metrics:
     ``sample_mean`` is the one to take where nothing else is wanted: it stays comparable when the mode of the loss changes.
     ``prompt_mean`` and ``constant`` can be had where the plan is of that mode.
 
-    Call :meth:`add` for each micro-batch of each rank, placeholders too: that is how steps are counted. A name may be left
-    out; it adds nothing there. Where it was added for no trained token at all, on no rank, a sum is logged as 0 and
-    ``count``, ``min`` and ``max``, which then have no value, are left out of the log. A NaN at a trained token is logged.
+    Call :meth:`add` for each micro-batch of each rank, placeholders too: that is how steps are counted, and a log to which
+    some did not come is refused. A name may be left out, or all of them; it adds nothing there. Where it was added for no
+    trained token at all, on no rank, a sum is logged as 0 and ``count``, ``min`` and ``max``, which then have no value, are
+    left out of the log. A NaN at a trained token is logged.
 
     Args:
         normalisers: the normaliser of each name, the same on every rank.
@@ -71,6 +73,8 @@ class Metrics:
         self._tokens: dict[str, torch.Tensor] = {}
         self._times: Counter[tuple[Any, ...]] = Counter()
         self._passes: Counter[tuple[str, int]] = Counter()
+        self._calls: dict[tuple[Any, ...], Counter[int]] = {}
+        self._expected: dict[tuple[str, int], int | None] = {}
         self._ranks: set[tuple[int, int]] = set()
         self._size = 0
 
@@ -93,11 +97,11 @@ class Metrics:
                 trained may hold anything. A 0-d tensor or a number stands for that value at every trained token; under
                 ``none`` it is this rank's share of the sum, added as it is. Gradients do not flow, and nothing is shared
                 with what is passed.
-            loss_mask: [T] bool, a mask that was changed since, as for the reducer: it takes tokens out, and the
-                denominators of the modes stay.
+            loss_mask: [T] bool, a mask that was changed since, as for the reducer: it takes tokens out and adds none, and
+                the denominators of the modes stay.
 
         Raises:
-            RollpackError: a name was not declared, or a value has another shape or dtype.
+            RollpackError: a name was not declared, a value has another shape or dtype, or, on a CPU, the mask adds tokens.
             PlanError: a mode that the plan has no weights for, or a plan for another number of ranks.
         """
         size = micro_batch.dp_size * micro_batch.cp_size
@@ -106,7 +110,7 @@ class Metrics:
         device = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), None)
         mask = as_tensor(micro_batch.loss_mask, device or "cpu")
         if loss_mask is not None:
-            mask = mask & check_mask("loss_mask", loss_mask, len(mask))
+            mask = mask & check_changed(loss_mask, mask)
         of_mode = _Weights(micro_batch, mask)
         added = {name: self._reduced(name, value, mask, of_mode) for name, value in values.items()}
         # All is well with them: only now does anything change.
@@ -153,15 +157,32 @@ class Metrics:
         step = micro_batch.plan_id, micro_batch.step
         self._ranks.add(rank)
         self._passes[step] = max(self._passes[step], 1)
+        self._calls.setdefault((step, rank), Counter())[micro_batch.index] += 1
+        self._expected[step] = micro_batch.num_micro_batches
         for name in names:
             key = (name, step, rank, micro_batch.index)
             self._times[key] += 1
             self._passes[step] = max(self._passes[step], self._times[key])
 
+    def _complete(self) -> int:
+        """In how many passes over the steps each micro-batch may have come; -1 where one is missing.
+
+        Names may be left out, so that calls say no more than at most how many passes there were.
+        """
+        passes = 0
+        for step, needed in self._passes.items():
+            of_ranks = [calls for (of, _), calls in self._calls.items() if of == step]
+            # While a step arrives, nobody knows how many there are to be.
+            least = min(calls[i] for calls in of_ranks for i in range(self._expected[step] or max(calls) + 1))
+            if least < needed or len(of_ranks) < len(self._ranks):
+                return -1
+            passes += least
+        return passes
+
     def log(self, *, group: torch.distributed.ProcessGroup | None = None) -> dict[str, float]:
         """What was added since the last log, over all ranks, as a flat dict. Then a new log begins.
 
-        It makes one collective, an all-gather of one float64 tensor of 5 + 2 numbers a name (sums, extremes and counts
+        It makes one collective, an all-gather of one float64 tensor of 7 + 2 numbers a name (sums, extremes and counts
         travel together), and adds up in the order of ranks, so every rank has the same bits.
 
         Args:
@@ -171,18 +192,27 @@ class Metrics:
             A float per name, in the order of declaration.
 
         Raises:
-            PlanError: the group is not that of the dp x cp ranks, ranks declared different metrics, or two processes packed
-                for the same rank. Every rank raises.
+            PlanError: the group is not that of the dp x cp ranks, or this process is not in it; ranks declared different
+                metrics, two processes packed for the same rank, ranks added micro-batches of different plans or steps, or
+                some of the K micro-batches of a rank were not added. Every rank of the group raises.
         """
         gathered = _gather(self._packed(), group)
-        digests, steps, ranks, sizes, places = gathered[:, :_HEADER].T
+        digests, steps, ranks, sizes, places, plans, complete = gathered[:, :_HEADER].T
         if (digests != digests[0]).any():
             raise PlanError("ranks declared different metrics; names and normalisers have to be the same on all of them")
         size, seen = int(sizes.max()), int(ranks.sum())
-        if seen > size or seen < size > len(gathered):
+        # Processes that add nothing may be there beside those that do, such as all but the last stage of a pipeline.
+        added = ranks > 0
+        if seen != size:
             raise PlanError(
                 f"the plan is for {size} dp x cp ranks, and the {len(gathered)} processes that were gathered added "
-                f"micro-batches of {seen}: pass the process group of the dp x cp ranks, log(group=...)"
+                f"micro-batches of {seen}: call add for each rank's, and pass the process group of the dp x cp ranks, "
+                "log(group=...)"
+            )
+        if len(np.unique(plans[added])) > 1:
+            raise PlanError(
+                "ranks added micro-batches of different plans or steps: plan alike on all of them (check_same_plan), and "
+                "log after the same step"
             )
         known = places[places >= 0]
         if len(np.unique(known)) < len(known):
@@ -191,6 +221,12 @@ class Metrics:
             )
         # Every rank runs every step, so any that added something at all has counted them all.
         num_steps = max(int(steps.max()), 1)
+        behind = np.flatnonzero(added & (complete < steps.max()))
+        if len(behind):
+            raise PlanError(
+                f"processes {', '.join(map(str, behind))} did not add each of their micro-batches in each step, or pass "
+                "over it: call add for all K of them, placeholders too, and log when the step has ended on every rank"
+            )
         values, tokens = np.split(gathered[:, _HEADER:], 2, axis=1)
         logged = {
             name: _normalised(self._normalisers[name], values[:, i], float(tokens[:, i].sum()), num_steps)
@@ -200,11 +236,12 @@ class Metrics:
         return {name: value for name in self._normalisers if (value := logged[name]) is not None}
 
     def _packed(self) -> torch.Tensor:
-        """[5 + 2 names] float64: see :data:`_HEADER`; then values and counts."""
+        """[7 + 2 names] float64: see :data:`_HEADER`; then values and counts."""
         declared = sorted(self._normalisers.items())
         place = next(iter(self._ranks)) if len(self._ranks) == 1 and self._size > 1 else None
         at = -1 if place is None else place[0] * self._size + place[1]
-        header = [zlib.crc32(repr(declared).encode()), sum(self._passes.values()), len(self._ranks), self._size, at]
+        digests = [zlib.crc32(repr(of).encode()) for of in (declared, sorted(self._passes))]
+        header = [digests[0], sum(self._passes.values()), len(self._ranks), self._size, at, digests[1], self._complete()]
         device = next((v.device for v in self._values.values()), torch.device("cpu"))
         zero = torch.zeros((), dtype=torch.float64, device=device)
         values = [
@@ -215,8 +252,9 @@ class Metrics:
         return torch.cat([torch.tensor(header, dtype=torch.float64, device=device), *(v[None] for v in values + tokens)])
 
 
-#: A digest of the declaration, the steps, how many ranks this process was, D·C, and which rank if it was one of several.
-_HEADER = 5
+#: A digest of the declaration, the passes over steps, how many ranks this process was, D·C, which rank if it was one of
+#: several, a digest of the plans and steps, and in how many passes each micro-batch came.
+_HEADER = 7
 
 
 class _Weights:
@@ -248,11 +286,12 @@ def _normalised(normaliser: str, values: npt.NDArray[np.float64], tokens: float,
 
 def _gather(packed: torch.Tensor, group: torch.distributed.ProcessGroup | None) -> npt.NDArray[np.float64]:
     """[ranks, n] from [n] on each rank."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    size = num_processes(group)
+    if size is None:
         return packed.cpu().numpy()[None]
     # A rank that added nothing has no device of its own to go by, and all have to take the same.
     on_cuda = "nccl" in torch.distributed.get_backend(group)
     packed = packed.to(torch.device("cuda", torch.cuda.current_device()) if on_cuda else "cpu")
-    gathered = packed.new_empty(torch.distributed.get_world_size(group) * len(packed))
+    gathered = packed.new_empty(size * len(packed))
     torch.distributed.all_gather_into_tensor(gathered, packed, group=group)
     return gathered.cpu().numpy().reshape(-1, len(packed))

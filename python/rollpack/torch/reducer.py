@@ -13,8 +13,8 @@ from rollpack._errors import PlanError, RollpackError
 from rollpack.packing import MicroBatch
 from rollpack.torch.backends import BACKENDS, gradient_factor
 from rollpack.torch.batches import as_tensor
-from rollpack.torch.masks import StepMasks, check_mask
-from rollpack.torch.mesh import Mesh, check_ranks
+from rollpack.torch.masks import StepMasks, check_changed
+from rollpack.torch.mesh import Mesh, check_ranks, num_processes
 from rollpack.torch.weights import accumulation_dtype, mode_weights, token_weights, weighted_sum
 
 
@@ -88,17 +88,19 @@ class LossReducer:
             micro_batch: as packed, or on a device.
             loss_aggregation: another mode than the plan's, for regularisers such as KL. ``prompt_mean`` and ``constant``
                 only where the plan is of that mode.
-            loss_mask: [T] bool, a mask that was changed since: the numerator takes it, the denominators stay. It can take
-                tokens out, not add any. Under ``denominators="current"`` the masks of :meth:`set_masks` are taken instead.
+            loss_mask: [T] bool, a mask that was changed since, of the token after each position: the numerator takes it, the
+                denominators stay. It takes tokens out. One that adds some is refused on a CPU; on another device, where
+                looking would make the host wait, the tokens that it adds stay untrained. Under ``denominators="current"``
+                the masks of :meth:`set_masks` are taken instead.
 
         Returns:
             A 0-d tensor, joined to the graph of ``token_loss`` even where nothing is trained; float64 for a float64
             token loss, else float32.
 
         Raises:
-            RollpackError: shapes or dtypes are not those above.
-            PlanError: the backend is missing, or does not go with this micro-batch, or the micro-batch is not one of the
-                step that is under way.
+            RollpackError: shapes or dtypes are not those above, or a changed mask adds tokens.
+            PlanError: the backend is missing, or does not go with this micro-batch, or the plan is for more ranks than there
+                are processes of torch.distributed, or the micro-batch is not one of the step that is under way.
         """
         if self.backend == "megatron_per_token":
             raise PlanError("backend 'megatron_per_token' returns a loss and a count: call reducer.loss_and_count(...)")
@@ -152,14 +154,14 @@ class LossReducer:
 
         Args:
             micro_batches: all of this rank's micro-batches of the step.
-            masks: one bool tensor each. They can take tokens out, not add any.
+            masks: one bool tensor each. They take tokens out and add none.
             cut: whether the masks are cut over cp ranks. True: [T], as ``micro_batch.loss_mask``, about the token after
                 each position. False: each cp rank has the whole, [cu_seqlens[-1]], where token p of sample s is at
                 ``cu_seqlens[s] + p``.
 
         Raises:
             PlanError: the reducer keeps original denominators, or micro-batches are missing or of different steps.
-            RollpackError: a mask has another dtype or shape.
+            RollpackError: a mask has another dtype or shape; or, on every rank, the masks of one add tokens to the plan's.
         """
         if self.denominators != "current":
             raise PlanError("set_masks is for LossReducer(denominators='current'); loss_mask= keeps the original ones")
@@ -174,17 +176,23 @@ class LossReducer:
         self._masks = StepMasks(micro_batches, masks, cut=cut, mesh=self.mesh)
 
     def _factor(self, micro_batch: MicroBatch[Any]) -> int:
-        backend = self.backend
+        backend, world = self.backend, num_processes()
+        ranks = micro_batch.dp_size * micro_batch.cp_size
         if backend is None:
-            ranks = micro_batch.dp_size * micro_batch.cp_size
-            distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-            ranks = max(ranks, torch.distributed.get_world_size() if distributed else 1)
+            ranks = max(ranks, world or 1)
             if ranks > 1:
                 raise PlanError(
                     f"there are {ranks} ranks, and what the trainer does to gradients is not known: pass "
                     f"LossReducer(backend=...), one of {', '.join(BACKENDS)}"
                 )
             backend = "none"
+        # With more processes than ranks, others than these reduce (tp, pp). What is summed may be summed by hand.
+        if world is not None and ranks > world and backend != "none":
+            raise PlanError(
+                f"the plan is for dp {micro_batch.dp_size} x cp {micro_batch.cp_size}, and {world} processes run: backend "
+                f"{backend!r} reduces over these alone, and the rest of the step would not be trained. Plan for the "
+                "dp_size= and cp_size= that there are (ranks_of(mesh) tells them)"
+            )
         return gradient_factor(
             backend,
             dp_size=micro_batch.dp_size,
@@ -217,7 +225,8 @@ class LossReducer:
             raise PlanError("under denominators='current' masks go into reducer.set_masks(...), before the first backward")
         weights = self._token_weights(token_loss, micro_batch, loss_aggregation or micro_batch.loss_aggregation)
         if loss_mask is not None:
-            weights = weights.masked_fill(~check_mask("loss_mask", loss_mask, positions), 0)
+            trained = as_tensor(micro_batch.loss_mask, token_loss.device)
+            weights = weights.masked_fill(~check_changed(loss_mask, trained), 0)
         return weighted_sum(token_loss, weights)
 
     def _token_weights(self, token_loss: torch.Tensor, micro_batch: MicroBatch[Any], mode: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from rollpack._errors import DataError, PlanError, RollpackError, SchemaError
 from rollpack.plans import Plan
 from rollpack.summary import SourceName, Summary, summarize
+from rollpack.torch.mesh import num_processes
 
 
 def summarize_shards(
@@ -30,23 +31,33 @@ def summarize_shards(
     Raises:
         SchemaError, DataError: as for :func:`rollpack.summarize` and :meth:`rollpack.Summary.concat`. What is wrong on one
             rank is raised on all, with the rank: none waits for another.
-        RollpackError: a rank failed in another way, such as a file that it may not read; or this one is not in ``group``.
+        RollpackError: a rank failed in another way, such as a file that it may not read.
+        PlanError: this process is not in ``group``; raised on it alone.
     """
-    _check_member(group)
+    size = num_processes(group)
     own: list[bytes] | tuple[str, ...]
     try:
         if not isinstance(shards, Mapping):
-            raise TypeError(f"shards is a {type(shards).__name__}; it has to be a mapping, {{source: data}}")
+            raise TypeError(
+                f"shards is a {type(shards).__name__}; it has to be {{source: data}}, empty where a rank has none"
+            )
         own = [summarize(data, source=source, **arguments).to_bytes() for source, data in shards.items()]
     except Exception as error:  # whatever it is, the others are told
         own, mine = _described(error), error
-    found: list[Any] = [None] * dist.get_world_size(group) if dist.is_initialized() else [own]
-    if dist.is_initialized():
-        dist.all_gather_object(found, own, group)
+    found = _gathered(own, size, group)
     for rank, of_rank in enumerate(found):
         if isinstance(of_rank, tuple):
             raise _made_again(rank, *of_rank) from (mine if of_rank is own else None)
     return Summary.concat(Summary.from_bytes(summary) for of_rank in found for summary in of_rank)
+
+
+def _gathered(own: Any, size: int | None, group: dist.ProcessGroup | None) -> list[Any]:
+    """What each of the ``size`` ranks of the group has; alone (None), a process has its own."""
+    if size is None:
+        return [own]
+    found: list[Any] = [None] * size
+    dist.all_gather_object(found, own, group)
+    return found
 
 
 _LOCATED = {kind.__name__: kind for kind in (DataError, SchemaError)}
@@ -72,19 +83,14 @@ def check_same_plan(plan: Plan, *, group: dist.ProcessGroup | None = None) -> No
         group: the process group, None for that of all ranks.
 
     Raises:
-        PlanError: some ranks have another plan, or what is none; raised on all of them.
-        RollpackError: this process is not in ``group``.
+        PlanError: some ranks have another plan, or what is no plan; raised on all of them. Or this process is not in the
+            group; raised on it alone.
     """
-    _check_member(group)
-    own = (plan.id, "") if isinstance(plan, Plan) else (None, type(plan).__name__)  # the others are told
-    found: list[Any] = [own]
-    if dist.is_initialized():
-        found *= dist.get_world_size(group)
-        dist.all_gather_object(found, own, group)
-    for rank, (of_rank, kind) in enumerate(found):
-        if of_rank is None:
-            raise PlanError(f"rank {rank}: {kind} is no Plan; pass what rollpack.plan returned")
-    ids = [of_rank for of_rank, _ in found]
+    own = plan.id if isinstance(plan, Plan) else (type(plan).__name__,)
+    ids = _gathered(own, num_processes(group), group)
+    for rank, found in enumerate(ids):
+        if isinstance(found, tuple):
+            raise PlanError(f"rank {rank} passed a {found[0]}, which is no plan")
     ((most, _),) = Counter(ids).most_common(1)
     others = [rank for rank, found in enumerate(ids) if found != most]
     if others:
@@ -92,8 +98,3 @@ def check_same_plan(plan: Plan, *, group: dist.ProcessGroup | None = None) -> No
             f"ranks {', '.join(map(str, others))} have another plan than the others: give rollpack.plan the same summary "
             "and the same arguments on every rank"
         )
-
-
-def _check_member(group: dist.ProcessGroup | None) -> None:
-    if dist.is_initialized() and dist.get_rank(group) < 0:
-        raise RollpackError("this process is not in group; call it on the ranks of the group only")

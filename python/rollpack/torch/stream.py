@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from rollpack._errors import PlanError, RollpackError
 from rollpack.packing import MicroBatch, Packer
 from rollpack.plans import Plan
 from rollpack.torch.batches import STAY_INT32, map_arrays, to_device, with_mode_weights
-from rollpack.torch.mesh import ranks_of
+from rollpack.torch.mesh import own_ranks, ranks_of
 
 
 def micro_batches(
@@ -45,16 +45,20 @@ def micro_batches(
     Memory: at most ``prefetch + 2`` micro-batches on the device (the one in use, those that wait, one being made), and on
     the host as many pinned copies but one, besides what of ``data`` is held to pack this rank's rows.
 
-    What goes wrong in the background is raised in the loop. Leaving the loop early, :meth:`MicroBatches.close`, the end of a
-    ``with`` block and the end of the program all stop the thread. It starts with the first micro-batch, in the process that
-    asks for it.
+    What goes wrong in the background is raised in the loop. :meth:`MicroBatches.close`, the end of a ``with`` block, letting
+    go of it and the end of the program all stop the thread. It starts with the first micro-batch, in the process that asks
+    for it.
+
+    It can be looped over again, for another epoch of PPO: where all came, the next loop reads ``data`` once more and starts
+    again. A loop that was left early goes on where it was.
 
     Args:
         data: as for :func:`rollpack.pack`.
         plan: the plan.
         step: as for :func:`rollpack.pack`.
-        dp_rank: the data-parallel rank; 0 if left out, or that of ``mesh``.
-        cp_rank: the context-parallel rank; 0 if left out, or that of ``mesh``.
+        dp_rank: the data-parallel rank, or that of ``mesh``. Where the plan has several and several processes of
+            torch.distributed run, one of the two has to be passed; else it is 0 if left out.
+        cp_rank: the context-parallel rank, in the same way.
         mesh: a DeviceMesh that tells both ranks (see :func:`rollpack.torch.ranks_of`), instead of them.
         device: where the tensors are to be.
         prefetch: how many micro-batches wait ready, at least 1.
@@ -62,28 +66,33 @@ def micro_batches(
         sample_columns: as for :func:`rollpack.pack`.
 
     Raises:
-        PlanError: as for :func:`rollpack.pack`; or the mesh has other sizes than the plan, or comes with ranks.
-        RollpackError: ``prefetch`` is below 1.
-        DataError, SchemaError: as for :func:`rollpack.pack`, some of them only in the loop.
+        PlanError: as for :func:`rollpack.pack`; or the mesh has other sizes than the plan, or comes with ranks; or a rank is
+            missing.
+        RollpackError: ``prefetch`` is below 1, or there is no such CUDA device; or, in the loop, it was closed.
+        DataError, SchemaError: as for :func:`rollpack.pack`, some of them only in the loop. A second loop may find that
+            ``data`` cannot be read again.
     """
     if prefetch < 1:
         raise RollpackError(f"prefetch is {prefetch}; it has to be at least 1")
     dp_rank, cp_rank = _ranks(plan, mesh, dp_rank, cp_rank)
     step = plan._checked(step, dp_rank, cp_rank)
     rows = plan._rows_of(step, dp_rank)
-    packer = Packer(data, plan.columns, token_columns, sample_columns, sources=plan.sources, rows=rows)
     device = torch.device(device)
-    number = plan.steps[step].num_micro_batches
-    staging = _Staging(device, prefetch + 1) if device.type == "cuda" else None
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise RollpackError(f"device is {str(device)!r}, and torch finds {torch.cuda.device_count()} CUDA devices here")
 
-    packed = packer.rank(plan, step, dp_rank, cp_rank, buffers=staging.next if staging else None)
-    made = (staging.send(m) if staging else (to_device(m, device), None) for m in packed)
-    return MicroBatches(made, number, prefetch)
+    def begun() -> Iterator[_Sent]:
+        packer = Packer(data, plan.columns, token_columns, sample_columns, sources=plan.sources, rows=rows)
+        staging = _Staging(device, prefetch + 1) if device.type == "cuda" else None
+        packed = packer.rank(plan, step, dp_rank, cp_rank, buffers=staging.next if staging else None)
+        return (staging.send(m) if staging else (to_device(m, device), None) for m in packed)
+
+    return MicroBatches(begun, plan.steps[step].num_micro_batches, prefetch)
 
 
 def _ranks(plan: Plan, mesh: DeviceMesh | None, dp_rank: int | None, cp_rank: int | None) -> tuple[int, int]:
     if mesh is None:
-        return dp_rank or 0, cp_rank or 0
+        return own_ranks(plan, dp_rank, cp_rank)
     if dp_rank is not None or cp_rank is not None:
         raise PlanError("pass mesh=, or dp_rank= and cp_rank=, not both")
     ranks = ranks_of(mesh)
@@ -102,25 +111,42 @@ _Sent = tuple[MicroBatch[torch.Tensor], torch.cuda.Event | None]
 class MicroBatches(Iterator[MicroBatch[torch.Tensor]]):
     """What :func:`micro_batches` returns. Its length is K, the number of micro-batches."""
 
-    def __init__(self, made: Iterator[_Sent], number: int, prefetch: int) -> None:
+    def __init__(self, begin: Callable[[], Iterator[_Sent]], number: int, prefetch: int) -> None:
+        self._begin: Callable[[], Iterator[_Sent]] | None = begin
         self._number = number
-        self._worker = _Worker(made, prefetch)
+        self._prefetch = prefetch
+        self._start(begin)
+
+    def _start(self, begin: Callable[[], Iterator[_Sent]]) -> None:
+        self._worker = _Worker(begin(), self._prefetch)
         # Runs when this is let go of, and at the end of the program at the latest.
-        self._close = weakref.finalize(self, self._worker.stop)
+        self._stop = weakref.finalize(self, self._worker.stop)
+
+    def _begun(self) -> Callable[[], Iterator[_Sent]]:
+        if self._begin is None:
+            raise RollpackError("these micro-batches were closed; call micro_batches again")
+        return self._begin
 
     def __len__(self) -> int:
         return self._number
 
     def __repr__(self) -> str:
-        return f"MicroBatches({self._number:,} micro-batches{'' if self._close.alive else ', closed'})"
+        return f"MicroBatches({self._number:,} micro-batches{', closed' if self._begin is None else ''})"
+
+    def __iter__(self) -> MicroBatches:
+        begin = self._begun()
+        if not self._stop.alive:  # all came, or an error did
+            self._start(begin)
+        return self
 
     def __next__(self) -> MicroBatch[torch.Tensor]:
-        if not self._close.alive:
+        self._begun()
+        if not self._stop.alive:
             raise StopIteration
         try:
             micro_batch, copied = self._worker.get()
         except BaseException:
-            self._close()
+            self._stop()
             raise
         if copied is not None:
             stream = torch.cuda.current_stream(micro_batch.tokens.device)
@@ -130,8 +156,9 @@ class MicroBatches(Iterator[MicroBatch[torch.Tensor]]):
         return micro_batch
 
     def close(self) -> None:
-        """Stop packing and let go of everything."""
-        self._close()
+        """Stop packing and let go of everything. After that it cannot be looped over."""
+        self._begin = None
+        self._stop()
 
     def __enter__(self) -> MicroBatches:
         return self
@@ -287,13 +314,13 @@ class MicroBatchDataset(IterableDataset[MicroBatch[torch.Tensor]]):
         data: as for :func:`rollpack.pack`; it goes to every worker, so a path serves best.
         plan: the plan.
         step: as for :func:`rollpack.pack`.
-        dp_rank: the data-parallel rank.
-        cp_rank: the context-parallel rank.
+        dp_rank: the data-parallel rank; it may be left out as for :func:`micro_batches`.
+        cp_rank: the context-parallel rank, in the same way.
         token_columns: as for :func:`rollpack.pack`.
         sample_columns: as for :func:`rollpack.pack`.
 
     Raises:
-        PlanError: as for :func:`rollpack.pack`.
+        PlanError: as for :func:`rollpack.pack`, or a rank is missing.
     """
 
     def __init__(
@@ -302,13 +329,14 @@ class MicroBatchDataset(IterableDataset[MicroBatch[torch.Tensor]]):
         plan: Plan,
         *,
         step: int | None = None,
-        dp_rank: int = 0,
-        cp_rank: int = 0,
+        dp_rank: int | None = None,
+        cp_rank: int | None = None,
         token_columns: Sequence[str] = (),
         sample_columns: Sequence[str] = (),
     ) -> None:
-        self._step = plan._checked(step, dp_rank, cp_rank)
-        self._data, self._plan, self._ranks = data, plan, (dp_rank, cp_rank)
+        self._ranks = own_ranks(plan, dp_rank, cp_rank)
+        self._step = plan._checked(step, *self._ranks)
+        self._data, self._plan = data, plan
         self._columns = token_columns, sample_columns
 
     def __len__(self) -> int:
