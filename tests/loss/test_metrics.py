@@ -421,13 +421,12 @@ def test_two_processes_that_packed_for_the_same_rank_are_told(monkeypatch):
     rows = torch.stack([each._packed() for each in metrics]).numpy()
     monkeypatch.setattr("rollpack.torch.metrics._gather", lambda *_: rows)
     assert metrics[0].log() == {"loss": pytest.approx(1.0)}
-    # A process that added nothing adds nothing: two of the four samples are on rank 0, and pass by twice.
+    # Of rank 1 nothing was added: half of the mean would be missing.
     metrics = packed_for(0)
-    for packed in rollpack.pack(table, plan, dp_rank=0):
-        metrics.add(packed, {"loss": torch.ones(len(packed.tokens))})
     rows = torch.stack([metrics._packed(), Metrics({"loss": "sample_mean"})._packed()]).numpy()
     monkeypatch.setattr("rollpack.torch.metrics._gather", lambda *_: rows)
-    assert metrics.log() == {"loss": pytest.approx(0.5)}
+    with pytest.raises(rollpack.PlanError, match="for 2 dp x cp ranks.* added micro-batches of 1"):
+        metrics.log()
 
 
 def test_a_process_that_declared_another_normaliser_is_told(monkeypatch):
