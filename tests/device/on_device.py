@@ -14,7 +14,7 @@ _reduce = LossReducer._reduce
 
 
 def _on_device(self: LossReducer, token_loss: Any, micro_batch: Any, mode: str | None, mask: torch.Tensor | None) -> Any:
-    if not isinstance(token_loss, torch.Tensor):
+    if not isinstance(token_loss, torch.Tensor) or not token_loss.is_cpu:  # what a test has elsewhere stays there
         return _reduce(self, token_loss, micro_batch, mode, mask)
     there = token_loss.to(DEVICE), micro_batch.to(DEVICE)
     return _reduce(self, *there, mode, mask if mask is None else mask.to(DEVICE)).to(token_loss.device)
