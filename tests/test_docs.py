@@ -1,6 +1,5 @@
 """Every code block of the README and of the pages in python/docs runs, page by page, in order, in one folder."""
 
-import importlib
 import os
 import re
 import socket
@@ -69,8 +68,9 @@ def one_rank(monkeypatch):
 )
 def test_code_blocks_run(page, tmp_path, monkeypatch, capsys, one_rank):
     monkeypatch.chdir(tmp_path)
-    if page.stem == "shards":  # Ray lists files in threads that import this, and one may see half of what another imports
-        importlib.import_module("fsspec.implementations.http")
+    if page.stem == "shards":
+        # Ray lists files in threads. Each asks for this, and without aiohttp one may see half of what another imports.
+        monkeypatch.setitem(sys.modules, "fsspec.implementations.http", None)
     namespace = {}
     for text in quickstart() if "README.md#quickstart" in page.read_text() else ():
         run_python(text, "quickstart", namespace, capsys)
