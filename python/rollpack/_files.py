@@ -66,9 +66,12 @@ def write_whole_directory(path: Path) -> Iterator[Path]:
         raise
 
 
-def digest(*parts: bytes) -> bytes:
-    """What tells whether bytes are the ones that were written."""
-    return hashlib.blake2b(b"".join(parts), digest_size=16).digest()
+def digest(*parts: bytes | memoryview) -> bytes:
+    """A hash of all parts, one after the other: whether bytes are the ones that were written."""
+    made = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        made.update(part)
+    return made.digest()
 
 
 class Saved(ABC):

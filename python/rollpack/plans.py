@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -243,10 +242,9 @@ class Plan(Saved):
     def id(self) -> str:
         """A hash of the schedule and its settings: the same plan has the same id on every machine."""
         schema = [(field.name, str(field.type), field.nullable) for field in self._placements.schema]
-        digest = hashlib.blake2b(self._describe() + repr(schema).encode(), digest_size=16)
-        for column in (self._offsets, *(column.to_numpy() for column in self._placements.columns)):
-            digest.update(np.ascontiguousarray(column).data)
-        return digest.hexdigest()
+        columns = (self._offsets, *(column.to_numpy() for column in self._placements.columns))
+        contents = (np.ascontiguousarray(column).data for column in columns)
+        return digest(self._describe(), repr(schema).encode(), *contents).hex()
 
     def _describe(self) -> bytes:
         return json.dumps(

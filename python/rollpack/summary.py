@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from rollpack import _core
 from rollpack._arrow import int64_array
-from rollpack._errors import DataError, PlanError, RollpackError, SchemaError
+from rollpack._errors import DataError, PlanError, RollpackError, SchemaError, printable
 from rollpack._files import Saved, digest
 from rollpack._sources import Request, Source, reading
 
@@ -327,7 +327,7 @@ def _source_name(source: Any) -> SourceName | None:
     if source is None:
         return None
     if isinstance(source, str | os.PathLike) and isinstance(path := os.fspath(source), str):
-        if not _is_text(path):
+        if printable(path) != path:
             raise RollpackError(f"source is {path!r}, which is no text that UTF-8 can hold; give it another name")
         return path
     if isinstance(source, int | np.integer) and not isinstance(source, bool):
@@ -335,14 +335,6 @@ def _source_name(source: Any) -> SourceName | None:
             raise RollpackError(f"source is {source}, which does not fit int64; give it another number, or a string")
         return int(source)
     raise RollpackError(f"source is {source!r}; it has to be a string, a path or an integer")
-
-
-def _is_text(name: str) -> bool:
-    try:
-        name.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _group_key(groups: bool | Sequence[str], source: Any) -> tuple[str, ...]:

@@ -75,7 +75,6 @@ class Metrics:
         self._passes: Counter[tuple[str, int]] = Counter()
         self._calls: dict[tuple[Any, ...], Counter[int]] = {}
         self._expected: dict[tuple[str, int], int | None] = {}
-        self._ranks: set[tuple[int, int]] = set()
         self._size = 0
 
     @torch.no_grad()
@@ -155,7 +154,6 @@ class Metrics:
         self._size = micro_batch.dp_size * micro_batch.cp_size
         rank = micro_batch.dp_rank, micro_batch.cp_rank
         step = micro_batch.plan_id, micro_batch.step
-        self._ranks.add(rank)
         self._passes[step] = max(self._passes[step], 1)
         self._calls.setdefault((step, rank), Counter())[micro_batch.index] += 1
         self._expected[step] = micro_batch.num_micro_batches
@@ -163,6 +161,11 @@ class Metrics:
             key = (name, step, rank, micro_batch.index)
             self._times[key] += 1
             self._passes[step] = max(self._passes[step], self._times[key])
+
+    @property
+    def _ranks(self) -> set[tuple[int, int]]:
+        """For which ranks this process added."""
+        return {rank for _, rank in self._calls}
 
     def _complete(self) -> int:
         """In how many passes over the steps each micro-batch may have come; -1 where one is missing.
