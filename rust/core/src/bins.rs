@@ -69,8 +69,9 @@ impl<T: IntoIterator<Item = usize>> FromIterator<T> for Bins {
 }
 
 /// Best fit decreasing: each sample, longest first, goes where it leaves the least room. Every length is at most
-/// `capacity`, and there are fewer than 2^32 of them. Ties go to the earlier sample and, among equally full bins, to the one filled last, so the same input
-/// gives the same bins. O(n + capacity), and O(n log n) where the capacity is so large that a table of it would not pay.
+/// `capacity`, and there are fewer than 2^32 of them. Ties go to the earlier sample and, among equally full bins, to the one
+/// filled last, so the same input gives the same bins. O(n + capacity), and O(n log n) where the capacity is so large that a
+/// table of it would not pay.
 pub fn best_fit_decreasing(lengths: &[i64], capacity: i64) -> Bins {
     /// The largest table of rooms: 32 MiB, of which only what is used is ever touched.
     const MAX_TABLE: usize = 1 << 22;

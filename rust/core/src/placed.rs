@@ -2,13 +2,12 @@
 
 use std::sync::Arc;
 
-use arrow_array::{ArrayRef, Float64Array, Int64Array, RecordBatch};
+use arrow_array::{ArrayRef, Float64Array, RecordBatch};
 use arrow_buffer::ScalarBuffer;
-use arrow_schema::{Field, Schema};
 
+use crate::Result;
 use crate::ids::Numbered;
-use crate::summary::Summary;
-use crate::{Error, Result};
+use crate::summary::{Summary, integers, without_nulls};
 
 /// Ordered by (step, `dp_rank`, `micro_batch`, position). Columns that would say the same share their memory.
 #[derive(Debug, Clone)]
@@ -69,9 +68,7 @@ impl Placing {
 impl Placed {
     /// One row each sample. The last columns, from `response_length` on, are for packing.
     pub fn to_batch(&self) -> Result<RecordBatch> {
-        let integers =
-            |values: &ScalarBuffer<i64>| -> ArrayRef { Arc::new(Int64Array::new(values.clone(), None)) };
-        let mut columns = vec![
+        let mut columns: Vec<(&str, ArrayRef)> = vec![
             ("row", integers(&self.row)),
             ("total_length", integers(&self.total_length)),
             ("mask_sum", integers(&self.mask_sum)),
@@ -82,9 +79,6 @@ impl Placed {
         columns.push(("response_length", integers(&self.response_length)));
         columns.push(("rollout_index", integers(&self.rollout_index)));
         columns.extend(self.prompt_index.as_ref().map(|index| ("prompt_index", integers(index))));
-        let fields: Vec<_> =
-            columns.iter().map(|(n, a)| Field::new(*n, a.data_type().clone(), false)).collect();
-        let arrays = columns.into_iter().map(|(_, array)| array).collect();
-        RecordBatch::try_new(Arc::new(Schema::new(fields)), arrays).map_err(|e| Error::Input(e.to_string()))
+        without_nulls(columns)
     }
 }

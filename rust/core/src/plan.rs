@@ -296,10 +296,10 @@ impl Planning {
             None => schedule(index, &lengths, &costs, shape)?,
         };
         let count = |units: &[usize]| units_of(samples, units, &summary.mask_sum, options.count_empty);
-        let counts = |sample: &&usize| options.count_empty || summary.mask_sum[**sample] > 0;
+        let is_counted = |sample: &&usize| options.count_empty || summary.mask_sum[**sample] > 0;
         let step = Step {
             num_rollouts: match &sums.rollouts {
-                None => samples.iter().filter(counts).count() as i64,
+                None => samples.iter().filter(is_counted).count() as i64,
                 Some(_) => count(&numbered.rollouts),
             },
             num_prompts: numbered.groups.as_deref().map(count),

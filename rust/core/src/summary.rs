@@ -6,7 +6,7 @@ use arrow_array::cast::AsArray;
 use arrow_array::types::Int64Type;
 use arrow_array::{Array, ArrayRef, Int64Array, RecordBatch};
 use arrow_buffer::ScalarBuffer;
-use arrow_schema::{ArrowError, Field, Schema};
+use arrow_schema::ArrowError;
 
 use crate::arrays::Ids;
 use crate::check::{Faults, Row};
@@ -149,6 +149,16 @@ impl Lengths {
     }
 }
 
+pub(crate) fn integers(values: &ScalarBuffer<i64>) -> ArrayRef {
+    Arc::new(Int64Array::new(values.clone(), None))
+}
+
+/// A batch of these columns, which have no nulls.
+pub(crate) fn without_nulls(columns: Vec<(&str, ArrayRef)>) -> Result<RecordBatch> {
+    RecordBatch::try_from_iter_with_nullable(columns.into_iter().map(|(name, values)| (name, values, false)))
+        .map_err(|e| Error::Input(e.to_string()))
+}
+
 /// A part of a longer key, kept apart from the summary's own columns.
 fn key_name(part: &str) -> String {
     match part {
@@ -179,30 +189,22 @@ impl Summary {
     /// As Arrow: `row, total_length, response_length, mask_sum`, the parts of the rollout key and `group_index`.
     /// Where each row is a rollout, its `rollout_id` is its row.
     pub fn to_batch(&self, names: &[String]) -> Result<RecordBatch> {
-        let integers = |name: &str, values: &ScalarBuffer<i64>| -> (String, ArrayRef) {
-            (name.to_owned(), Arc::new(Int64Array::new(values.clone(), None)))
-        };
         let mut columns = vec![
-            integers("row", &self.row),
-            integers("total_length", &self.total_length),
-            integers("response_length", &self.response_length),
-            integers("mask_sum", &self.mask_sum),
+            ("row", integers(&self.row)),
+            ("total_length", integers(&self.total_length)),
+            ("response_length", integers(&self.response_length)),
+            ("mask_sum", integers(&self.mask_sum)),
         ];
         if self.key.is_empty() {
-            columns.push(integers("rollout_id", &self.row));
+            columns.push(("rollout_id", integers(&self.row)));
         }
         for (name, ids) in names.iter().zip(&self.key) {
-            columns.push((name.clone(), Arc::clone(&ids.values)));
+            columns.push((name, Arc::clone(&ids.values)));
         }
         if let Some(ids) = self.group.first().filter(|_| !names.iter().any(|n| n == "group_index")) {
-            columns.push(("group_index".to_owned(), Arc::clone(&ids.values)));
+            columns.push(("group_index", Arc::clone(&ids.values)));
         }
-        let fields: Vec<_> = columns
-            .iter()
-            .map(|(name, values)| Field::new(name, values.data_type().clone(), false))
-            .collect();
-        let arrays = columns.into_iter().map(|(_, values)| values).collect();
-        RecordBatch::try_new(Arc::new(Schema::new(fields)), arrays).map_err(|e| Error::Input(e.to_string()))
+        without_nulls(columns)
     }
 
     /// The inverse of [`Self::to_batch`]. `names` are the key columns in it, `groups` those that tell groups apart.
