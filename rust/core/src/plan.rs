@@ -4,6 +4,7 @@ use std::iter::repeat_n;
 
 use crate::arrays::show;
 use crate::balance::{Limit, Shape, Sync, schedule};
+use crate::bins::Bins;
 use crate::cost::{Cost, CostModel};
 use crate::cut::{Cut, MAX_TOKENS};
 use crate::error::plan_error;
@@ -276,25 +277,7 @@ impl Planning {
                 u32::MAX
             );
         }
-        let cut = &options.cut;
-        let lengths: Vec<i64> = samples.iter().map(|s| cut.padded(summary.total_length[*s])).collect();
-        if let Limit::Tokens(capacity) = shape.limit {
-            for (sample, padded) in samples.iter().zip(&lengths).filter(|(_, padded)| **padded > capacity) {
-                self.oversize(*sample, *padded, summary, options)?;
-            }
-        }
-        let costs: Vec<Cost> = lengths.iter().map(|s| options.cost.cost(*s)).collect();
-        let units = options.keep.and_then(|keep| {
-            let units = match keep {
-                Keep::Rollouts => &numbered.rollouts,
-                Keep::Groups => numbered.groups.as_ref()?,
-            };
-            Some((keep, samples.iter().map(|s| units[*s]).collect::<Vec<_>>()))
-        });
-        let micro_batches = match units {
-            Some((keep, units)) => schedule_units(index, &lengths, &costs, &units, keep, shape)?,
-            None => schedule(index, &lengths, &costs, shape)?,
-        };
+        let micro_batches = self.schedule(samples, summary, numbered, options, shape)?;
         let count = |units: &[usize]| units_of(samples, units, &summary.mask_sum, options.count_empty);
         let is_counted = |sample: &&usize| options.count_empty || summary.mask_sum[**sample] > 0;
         let step = Step {
@@ -354,6 +337,38 @@ impl Planning {
         }
         self.steps.push(step);
         Ok(())
+    }
+
+    /// The micro-batches of the next step. What this works with is freed before columns are made of it: memory that is
+    /// new to the process takes as long to get as to fill.
+    fn schedule(
+        &mut self,
+        samples: &[usize],
+        summary: &Summary,
+        numbered: &Numbered,
+        options: &Options,
+        shape: &Shape,
+    ) -> Result<Bins> {
+        let index = self.steps.len();
+        let lengths: Vec<i64> =
+            samples.iter().map(|s| options.cut.padded(summary.total_length[*s])).collect();
+        if let Limit::Tokens(capacity) = shape.limit {
+            for (sample, padded) in samples.iter().zip(&lengths).filter(|(_, padded)| **padded > capacity) {
+                self.oversize(*sample, *padded, summary, options)?;
+            }
+        }
+        let costs: Vec<Cost> = lengths.iter().map(|s| options.cost.cost(*s)).collect();
+        let units = options.keep.and_then(|keep| {
+            let units = match keep {
+                Keep::Rollouts => &numbered.rollouts,
+                Keep::Groups => numbered.groups.as_ref()?,
+            };
+            Some((keep, samples.iter().map(|s| units[*s]).collect::<Vec<_>>()))
+        });
+        match units {
+            Some((keep, units)) => schedule_units(index, &lengths, &costs, &units, keep, shape),
+            None => schedule(index, &lengths, &costs, shape),
+        }
     }
 
     fn oversize(&mut self, sample: usize, padded: i64, summary: &Summary, options: &Options) -> Result<()> {
