@@ -1,5 +1,8 @@
 //! How long the core takes for bins and schedules, from arrays of lengths:
 //! `cargo run --release -p rollpack-core --example speed`. The medians of nine runs.
+//!
+//! The largest come first: in a process that has worked, as Python's has, the allocator keeps the memory that a small run
+//! asks for. Where it is new in each run, getting it is a quarter of the time of 8192 samples.
 
 use std::time::Instant;
 
@@ -57,13 +60,13 @@ fn options() -> Result<Options> {
 }
 
 fn main() -> Result<()> {
-    for n in [1024, 8192, 65_536, 524_288] {
+    for n in [524_288, 65_536, 8192, 1024] {
         let lengths = lengths(n);
         let bound = (lengths.iter().sum::<i64>() + BUDGET - 1) / BUDGET;
         let (ms, bins) = milliseconds(|| best_fit_decreasing(&lengths, BUDGET));
         println!("{n:>7} samples by budget: {ms:8.3} ms, {} bins over {bound}", bins.len() as i64 - bound);
     }
-    for n in [65_536, 524_288] {
+    for n in [524_288, 65_536] {
         let lengths = lengths(n);
         let zeros = vec![0; n];
         let summary = Summary {
