@@ -16,6 +16,7 @@ import pyarrow as pa
 from rollpack._arrow import int64_array
 from rollpack._errors import DataError, PlanError
 from rollpack._files import Saved, digest
+from rollpack._text import counted
 from rollpack.cost import cost_model, integer
 from rollpack.summary import SourceName
 
@@ -357,11 +358,12 @@ class Plan(Saved):
     def __repr__(self) -> str:
         settings = self.settings
         per_rank = [step.num_micro_batches for step in self.steps]
-        shown = f"{per_rank[0]}" if len(set(per_rank)) == 1 else f"{min(per_rank)} to {max(per_rank)}"
-        left = f", {len(self.dropped_rows):,} rows dropped" if len(self.dropped_rows) else ""
-        left += f", {len(self.oversize_rows):,} rows over the budget" if len(self.oversize_rows) else ""
+        fewest = "" if len(set(per_rank)) == 1 else f"{min(per_rank):,} to "
+        micro_batches = fewest + counted(max(per_rank), "micro-batch")
+        left = f", {counted(len(self.dropped_rows), 'row')} dropped" if len(self.dropped_rows) else ""
+        left += f", {counted(len(self.oversize_rows), 'row')} over the budget" if len(self.oversize_rows) else ""
         return (
-            f"Plan({self._placements.num_rows:,} samples in {len(self.steps)} steps of {shown} micro-batches on each of "
-            f"{settings.dp_size} x {settings.cp_size} dp x cp ranks, {settings.loss_aggregation}, "
+            f"Plan({counted(self._placements.num_rows, 'sample')} in {counted(len(self.steps), 'step')} of {micro_batches} "
+            f"on each of {settings.dp_size} x {settings.cp_size} dp x cp ranks, {settings.loss_aggregation}, "
             f"fill {self.fill:.1%}, imbalance {self.imbalance:.4f}{left})"
         )

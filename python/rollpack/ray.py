@@ -25,6 +25,7 @@ import ray
 from rollpack._errors import DataError, RollpackError, SchemaError
 from rollpack._sources import Request, Shards, Source
 from rollpack._sources.parts import Part
+from rollpack._text import counted
 from rollpack.packing import MicroBatch, pack
 from rollpack.plans import Plan
 from rollpack.summary import Summary
@@ -156,7 +157,8 @@ class RankShard:
         return pack(self._shards, self.plan, **options)
 
     def __repr__(self) -> str:
-        return f"RankShard(dp_rank {self.dp_rank}, {self.num_rows:,} rows in {len(self._shards.data):,} blocks)"
+        rows = counted(self.num_rows, "row")
+        return f"RankShard(dp_rank {self.dp_rank}, {rows} in {counted(len(self._shards.data), 'block')})"
 
 
 def shards(ds: ray.data.Dataset, plan: Plan) -> list[RankShard]:

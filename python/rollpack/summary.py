@@ -17,6 +17,7 @@ from rollpack._arrow import int64_array
 from rollpack._errors import DataError, PlanError, RollpackError, SchemaError, printable
 from rollpack._files import Saved, digest
 from rollpack._sources import Request, Source, reading
+from rollpack._text import counted
 
 #: What a shard is called: its place in the order of shards.
 SourceName: TypeAlias = str | int
@@ -241,8 +242,8 @@ class Summary(Saved):
     def __repr__(self) -> str:
         tokens, trained = int(self.column("total_length").sum()), int(self.column("mask_sum").sum())
         groups = "with groups" if self.groups else "without groups"
-        sources = f", {len(self.sources):,} sources" if len(self.sources) > 1 else ""
-        return f"Summary({len(self):,} samples, {tokens:,} tokens, {trained:,} trained, {groups}{sources})"
+        sources = f", {counted(len(self.sources), 'source')}" if len(self.sources) > 1 else ""
+        return f"Summary({counted(len(self), 'sample')}, {counted(tokens, 'token')}, {trained:,} trained, {groups}{sources})"
 
 
 def summarize(

@@ -422,7 +422,7 @@ def test_a_plan_prints_what_it_is():
     plan = rollpack.plan(
         table, max_tokens_per_gpu=8, dp_size=2, cp_size=1, oversize="alone", global_batch_size=4, remainder="drop"
     )
-    for said in ("4 samples", "2 micro-batches", "2 x 1", "sample_mean", "1 rows dropped", "1 rows over the budget"):
+    for said in ("4 samples", "2 micro-batches", "2 x 1", "sample_mean", "1 row dropped", "1 row over the budget"):
         assert said in repr(plan)
 
 

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rollpack._text import counted
 from rollpack.cli._arguments import (
     UsageError,
     add_input,
@@ -165,7 +166,7 @@ def _lines(paths: list[Path], made: Simulation, command: str) -> list[str]:
     ]
     if len(made.best_by_gpus) > 1:
         lines += [
-            f"shortest on {gpus:,} GPU{'' if gpus == 1 else 's'}: {best.setting}: {best.step_seconds:.4g} s a step"
+            f"shortest on {counted(gpus, 'GPU')}: {best.setting}: {best.step_seconds:.4g} s a step"
             for gpus, best in made.best_by_gpus.items()
         ]
     return [*lines, command]
