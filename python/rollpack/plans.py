@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rollpack._arrow import int64_array
-from rollpack._errors import DataError, PlanError
+from rollpack._errors import DataError, PlanError, word
 from rollpack._files import Saved, digest
 from rollpack._text import counted
 from rollpack.cost import cost_model, integer
@@ -74,10 +74,10 @@ class Settings:
             divisor = None if divisor is None else float(divisor)
         except (TypeError, ValueError):
             raise PlanError(f"divisor is {divisor!r}; it has to be a number") from None
-        numbers = _integer_settings()
-        for name in numbers & arguments.keys():
-            if arguments[name] is not None:
-                arguments[name] = integer(name, arguments[name])
+        kinds = _kinds()
+        for name, value in arguments.items():
+            if kinds[name] in {int, str} or value is not None:
+                arguments[name] = integer(name, value) if kinds[name] in {int, int | None} else word(value)
         return cls(divisor=divisor, placeholders=bool(placeholders), cost=cost_model(cost), **arguments)
 
     @property
@@ -87,8 +87,8 @@ class Settings:
 
 
 @cache
-def _integer_settings() -> set[str]:
-    return {name for name, kind in get_type_hints(Settings).items() if kind in {int, int | None}}
+def _kinds() -> dict[str, Any]:
+    return get_type_hints(Settings)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
