@@ -46,6 +46,40 @@ def test_a_reader_that_has_left_is_no_error(file):
     assert (ended.returncode, ended.stderr) == (141, "")
 
 
+@pytest.fixture(params=["", "1"])
+def redirected(request, file):
+    """Runs a command as a shell does that redirects: (exit status, stdout, stderr). With and without buffers."""
+
+    def redirected(*arguments, to):
+        command = ["bash", "-c", f'exec "$@" {to}', "bash", sys.executable, "-m", "rollpack", *map(str, arguments)]
+        env = {**os.environ, "PYTHONUNBUFFERED": request.param}
+        ended = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        return ended.returncode, ended.stdout, ended.stderr
+
+    return redirected
+
+
+@pytest.mark.parametrize("arguments", [["inspect", None], ["plan", None, "--micro-batch-size", "1", "--json"], ["--help"]])
+def test_output_that_is_lost_is_an_error(redirected, file, arguments):
+    arguments = [file if argument is None else argument for argument in arguments]
+    status, out, err = redirected(*arguments, to=">&-")
+    assert (status, out) == (2, "")
+    assert err == (
+        "rollpack: error: stdout is closed, and what this command prints would be lost; send it to a file or to /dev/null\n"
+    )
+    full = "rollpack: error: [Errno 28] No space left on device\n"
+    assert redirected(*arguments, to=">/dev/full") == (2, "", full)
+    assert redirected(*arguments, to=">&- 2>&-") == (2, "", "")
+
+
+@pytest.mark.parametrize("to", ["2>&-", "2>/dev/full"])
+def test_errors_that_nobody_hears_change_no_status_and_are_no_output(redirected, file, to):
+    assert redirected("inspect", "no.parquet", to=to) == (2, "", "")
+    assert redirected(to=to) == (2, "", "")
+    status, out, _ = redirected("inspect", file, "--json", to=to)
+    assert (status, json.loads(out)["rollouts"]) == (0, 3)
+
+
 def test_a_terminal_without_unicode(tmp_path):
     file = tmp_path / "é.jsonl"
     file.write_text('{"tokens": [1, 2], "loss_mask": [7]}\n')
