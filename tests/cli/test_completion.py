@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from rollpack.cli._completion import choices
 from rollpack.cli._parser import Parser
 from rollpack.names import MODES, OURS
 
-from .processes import environment
+from .processes import environment, run_process
 
 BIN = Path(sys.executable).parent
 #: What a shell does on TAB at the end of $LINE_SO_FAR, after what the help says to put into ~/.bashrc.
@@ -35,7 +34,7 @@ def completed(tmp_path):
 
     def completed(line, **changes):
         env = environment(PATH=f"{BIN}{os.pathsep}{os.environ['PATH']}", LINE_SO_FAR=f"rollpack {line}", **changes)
-        ended = subprocess.run(["bash", "-c", SCRIPT], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+        ended = run_process(["bash", "-c", SCRIPT], cwd=tmp_path, env=env)
         assert (ended.returncode, ended.stderr) == (0, "")
         return [word.strip() for word in ended.stdout.split("\n") if word.strip()]
 
@@ -85,7 +84,7 @@ def test_without_argcomplete_nothing_breaks(run, monkeypatch):
 def test_the_marker_is_where_argcomplete_looks():
     """For those who have argcomplete switched on for all commands."""
     check = [sys.executable, "-W", "ignore", "-m", "argcomplete._check_console_script", str(BIN / "rollpack")]
-    ended = subprocess.run(check, capture_output=True, text=True, check=False)
+    ended = run_process(check)
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import random
-import resource
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
-from functools import partial
 
 import pytest
 
 import rollpack
 
 from .conftest import write
+from .processes import limited, rollpack_process, start, to_its_end
 
 MICRO_BATCHES = 1500  # on each of two ranks
 ROWS = [{"tokens": [1, 2, 3, row % 7], "loss_mask": [1, 1], "rollout_id": row // 2} for row in range(2 * MICRO_BATCHES)]
@@ -26,11 +24,6 @@ def many(tmp_path_factory):
     return write(tmp_path_factory.mktemp("many") / "rollouts.parquet", ROWS)
 
 
-def start(*arguments, **options):
-    command = [sys.executable, "-m", "rollpack", *map(str, arguments)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options)
-
-
 def killed(process, folder, after):
     """Kill it ``after`` so many seconds from when its output is begun; whether it was still running."""
     there = set(folder.iterdir())
@@ -38,7 +31,7 @@ def killed(process, folder, after):
         time.sleep(0.001)
     time.sleep(after)
     process.kill()
-    process.communicate()
+    to_its_end(process)
     return process.returncode < 0
 
 
@@ -69,7 +62,7 @@ def test_pack_killed_at_any_moment_leaves_no_short_file_that_opens(many, tmp_pat
 @pytest.mark.parametrize("command", ["plan", "report"])
 def test_what_is_there_stays_whole_when_its_successor_is_killed(many, tmp_path, command):
     output, flags = tmp_path / "output", [*FLAGS, "-o", tmp_path / "output"]
-    assert start(command, many, *flags).communicate()[1] == ""
+    assert rollpack_process(command, many, *flags).stderr == ""
     before = output.read_bytes()
     for after in (0.0, 0.002):
         killed(start(command, many, *flags), tmp_path, after)
@@ -93,9 +86,9 @@ def mounted(folder, options):
 def refused(folder, *arguments, **options):
     """One line and status 2, and the folder is as it was; the line."""
     before = sorted(folder.rglob("*"))
-    process = start(*arguments, **options)
-    _, said = process.communicate()
-    assert process.returncode == 2, said
+    ended = rollpack_process(*arguments, **options)
+    said = ended.stderr
+    assert ended.returncode == 2, said
     assert said.startswith("rollpack: error: ")
     assert said.count("\n") == 1, said
     assert sorted(folder.rglob("*")) == before
@@ -116,8 +109,8 @@ def test_a_place_that_cannot_be_written(many, tmp_path, command):
 
 @pytest.mark.parametrize("command", ["pack", "plan"])
 def test_a_file_over_the_limit(many, tmp_path, command):
-    limit = partial(resource.setrlimit, resource.RLIMIT_FSIZE, (50_000, 50_000))
-    assert "File too large" in refused(tmp_path, command, many, *FLAGS, "-o", tmp_path / "output", preexec_fn=limit)
+    output = tmp_path / "output"
+    assert "File too large" in refused(tmp_path, command, many, *FLAGS, "-o", output, before=limited(50_000))
 
 
 def test_a_file_that_was_cut_short_does_not_open(many, tmp_path):

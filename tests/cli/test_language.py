@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from rollpack.cli._arguments import PLAN_FLAGS
 from rollpack.cli._language import spoken
 
 from .conftest import ROWS, write
-from .processes import rollpack_process
+from .processes import rollpack_process, run_process
 
 ROOT = Path(__file__).parents[2]
 ONE = ("--micro-batch-size", "1")
@@ -199,5 +198,5 @@ def test_none_is_left_in_the_form_of_python():
 
 def test_the_library_speaks_python_still():
     code = "import rollpack, pyarrow as pa; rollpack.plan(pa.table({'token': [[1, 2]]}), max_tokens_per_gpu=8)"
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    ended = run_process([sys.executable, "-c", code])
     assert 'pass columns={"tokens": "token"}' in ended.stderr

@@ -12,10 +12,7 @@ import rollpack
 from rollpack.cli import main
 from rollpack.cli._output import Bar
 
-
-def rollpack_process(*arguments, **options):
-    command = [sys.executable, "-m", "rollpack", *map(str, arguments)]
-    return subprocess.run(command, capture_output="stdout" not in options, text=True, check=False, **options)
+from .processes import rollpack_process, run_process
 
 
 def test_end_to_end(rollouts, tmp_path):
@@ -157,7 +154,7 @@ def test_no_progress_without_tqdm(watched, file, monkeypatch):
 
 def test_no_torch():
     code = "import sys, rollpack.cli; rollpack.cli.main(['--version']); sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode == 0
+    assert run_process([sys.executable, "-c", code]).returncode == 0
 
 
 @pytest.mark.parametrize("arguments", [("--seed", "-1"), ("--seed", "x"), ("--prompts", "0")])

@@ -14,7 +14,7 @@ import pytest
 import rollpack
 
 from .conftest import write
-from .processes import COMMAND, environment
+from .processes import LISTENING, NOHUP, environment, run_process, start, to_its_end
 
 ROWS = [{"tokens": [7] * 400, "loss_mask": [1] * 300} for _ in range(2000)]
 PLAN = ["--micro-batch-size", "1", "--dp-size", "4"]
@@ -25,21 +25,8 @@ def many(tmp_path_factory):
     return write(tmp_path_factory.mktemp("many") / "many.parquet", ROWS)
 
 
-def listening():
-    """What a shell has started in the background ignores Ctrl-C, and so does all that it starts: the tests may be that."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-
-
-def started(command, many, folder, preexec_fn=listening):
-    return subprocess.Popen(
-        [*COMMAND, command, str(many), *PLAN, "-o", str(folder / "out")],
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=preexec_fn,  # noqa: PLW1509 - the tests have one thread
-    )
+def started(command, many, folder, before=LISTENING):
+    return start(command, many, *PLAN, "-o", folder / "out", before=before, stdout=subprocess.DEVNULL)
 
 
 def whole(command, out):
@@ -60,7 +47,7 @@ def assert_nothing_or_all(command, folder):
 def test_at_any_moment(command, many, tmp_path):
     start = time.monotonic()
     process = started(command, many, tmp_path)
-    assert process.communicate()[1] == ""
+    assert to_its_end(process).stderr == ""
     assert whole(command, tmp_path / "out")
     took = time.monotonic() - start
     # From before the interpreter is up to after the end.
@@ -72,7 +59,7 @@ def test_at_any_moment(command, many, tmp_path):
         time.sleep(took * moments.uniform(0.0, 1.1))
         number = (signal.SIGINT, signal.SIGTERM)[run % 2]
         process.send_signal(number)
-        _, told = process.communicate()
+        told = to_its_end(process).stderr
         # Python itself ends by the signal while it ends, and with 1 or by the signal while it starts.
         starting = process.returncode == 1 and told.endswith("KeyboardInterrupt\n") and "rollpack" not in told
         assert process.returncode in {0, 128 + number, -number} or starting, told
@@ -95,7 +82,7 @@ def test_in_the_middle_of_writing(number, says, many, tmp_path):
     process = started("pack", many, tmp_path)
     assert writing(process, tmp_path)
     process.send_signal(number)
-    assert process.communicate()[1] == f"rollpack: {says}\n"
+    assert to_its_end(process).stderr == f"rollpack: {says}\n"
     assert process.returncode == 128 + number
     assert list(tmp_path.iterdir()) == []
 
@@ -106,15 +93,15 @@ def test_an_impatient_person(many, tmp_path):
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
         time.sleep(0.0005)
-    process.communicate()
+    to_its_end(process)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_nohup(many, tmp_path):
-    process = started("pack", many, tmp_path, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    process = started("pack", many, tmp_path, NOHUP)
     assert writing(process, tmp_path)
     process.send_signal(signal.SIGHUP)
-    assert process.communicate()[1] == ""
+    assert to_its_end(process).stderr == ""
     assert process.returncode == 0
     assert whole("pack", tmp_path / "out")
 
@@ -123,16 +110,35 @@ def test_while_it_waits_for_a_pipe(tmp_path):
     reading, writing_end = os.pipe()
     folder = tmp_path / "temporary"
     folder.mkdir()
-    process = subprocess.Popen(
-        [*COMMAND, "inspect", "-"], stdin=reading, stderr=subprocess.PIPE, env=environment(TMPDIR=str(folder))
-    )
+    options = {"stdin": reading, "env": environment(TMPDIR=str(folder))}
+    process = start("inspect", "-", before=LISTENING, **options)
     os.write(writing_end, b" " * (1 << 20))  # more than a pipe holds: it ends when that is read
     process.send_signal(signal.SIGTERM)
-    _, err = process.communicate()
+    said = to_its_end(process).stderr
     os.close(reading)
     os.close(writing_end)
-    assert (process.returncode, err) == (143, b"rollpack: terminated\n")
+    assert (process.returncode, said) == (143, "rollpack: terminated\n")
     assert list(folder.iterdir()) == []
+
+
+#: ``inspect -`` where the signal does not come to the thread that waits for what it reads.
+ELSEWHERE = """
+import signal, sys, threading, time
+from rollpack.cli import main
+def elsewhere():
+    time.sleep(0.3)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+threading.Thread(target=elsewhere).start()
+sys.exit(main(["inspect", "-"]))
+"""
+
+
+def test_a_signal_that_does_not_wake_who_waits():
+    reading, writing_end = os.pipe()
+    ended = run_process([*LISTENING, sys.executable, "-c", ELSEWHERE], stdin=reading)
+    os.close(reading)
+    os.close(writing_end)
+    assert (ended.returncode, ended.stderr) == (143, "rollpack: terminated\n")
 
 
 #: ``inspect`` with some time between its lines.
@@ -149,13 +155,7 @@ def test_a_library_that_swallows_it(many, tmp_path):
     """As pyarrow does while it imports pandas: what comes then ends the import alone."""
     (tmp_path / "pandas").mkdir()
     (tmp_path / "pandas" / "__init__.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n")
-    ended = subprocess.run(
-        [sys.executable, "-c", SLOW, str(many)],
-        env=environment(PYTHONPATH=str(tmp_path)),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    ended = run_process([*LISTENING, sys.executable, "-c", SLOW, str(many)], env=environment(PYTHONPATH=str(tmp_path)))
     assert (ended.returncode, ended.stderr) == (143, "rollpack: terminated\n")
 
 
@@ -174,9 +174,7 @@ sys.exit(main(["inspect", sys.argv[1]]))
 
 
 def test_a_library_that_makes_another_exception_of_it(many):
-    ended = subprocess.run(
-        [sys.executable, "-c", BROKEN, str(many)], env=environment(), capture_output=True, text=True, check=False
-    )
+    ended = run_process([*LISTENING, sys.executable, "-c", BROKEN, str(many)])
     assert (ended.returncode, ended.stderr) == (143, "rollpack: terminated\n")
 
 
@@ -200,7 +198,5 @@ sys.exit(cli.main(["inspect", sys.argv[1]]))
 
 
 def test_once_it_has_said_that_it_was_stopped_it_ends(many):
-    ended = subprocess.run(
-        [sys.executable, "-c", LATE, str(many)], env=environment(), capture_output=True, text=True, check=False
-    )
+    ended = run_process([*LISTENING, sys.executable, "-c", LATE, str(many)])
     assert (ended.returncode, ended.stderr) == (143, "rollpack: terminated\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import resource
 import subprocess
 import sys
 
@@ -16,7 +15,7 @@ import rollpack
 from rollpack.cli._spool import expand
 
 from .conftest import ROWS, write
-from .processes import COMMAND, environment, on_terminal, rollpack_process
+from .processes import COMMAND, environment, limited, on_terminal, rollpack_process, run_process
 
 PLAN = ("--micro-batch-size", "2", "--loss-aggregation", "prompt_mean", "--json")
 
@@ -66,9 +65,7 @@ def test_named_pipes_among_files(file, tmp_path):
     other = write(tmp_path / "other.jsonl", [{**row, "rollout_id": row["rollout_id"] + 90} for row in ROWS])
     script = f"{' '.join(COMMAND)} plan {file} <(cat {other}) /dev/stdin {' '.join(PLAN)}"
     third = write(tmp_path / "third.jsonl", [{**row, "rollout_id": row["rollout_id"] + 500} for row in ROWS])
-    ended = subprocess.run(
-        ["bash", "-c", script], input=third.read_text(), capture_output=True, text=True, check=False, env=environment()
-    )
+    ended = run_process(["bash", "-c", script], input=third.read_text())
     assert plan_id(ended) == expected([file, other, third])
 
 
@@ -127,7 +124,7 @@ def test_a_terminal_is_not_waited_for():
 
 def test_no_stdin_at_all():
     closed = f"{' '.join(COMMAND)} inspect - <&-"
-    ended = subprocess.run(["bash", "-c", closed], capture_output=True, text=True, check=False)
+    ended = run_process(["bash", "-c", closed])
     assert (ended.returncode, ended.stderr) == (2, "rollpack: error: <stdin>: Bad file descriptor\n")
 
 
@@ -137,7 +134,7 @@ def test_a_full_disk_is_one_line(temporary):
         "-",
         input="x" * (5 << 20),
         env=environment(TMPDIR=str(temporary)),
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3 << 20, 3 << 20)),
+        before=limited(3 << 20),
     )
     assert (ended.returncode, ended.stdout) == (2, "")
     assert ended.stderr == (

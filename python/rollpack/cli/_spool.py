@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import stat
 import sys
 import tempfile
@@ -18,6 +19,8 @@ from rollpack.cli._output import bytes_text
 
 STDIN = "<stdin>"
 _CHUNK = 1 << 20
+#: Seconds after which it is seen whether a signal came.
+_PATIENCE = 0.1
 
 
 class Shown(PosixPath):
@@ -84,6 +87,14 @@ def _read_once(file: int | str, name: str, status: os.stat_result, note: Callabl
         return _spooled(source, name, note)
 
 
+def _read(source: Any) -> bytes:
+    # A signal wakes nobody that comes just before a read that waits, or to another thread: so a wait is a short one.
+    while not select.select([source], [], [], _PATIENCE)[0]:
+        pass
+    chunk: bytes = source.read(_CHUNK)
+    return chunk
+
+
 def _spooled(source: Any, name: str, note: Callable[[str], object] | None) -> Shown:
     # Where files have no names in /proc, this one keeps its own until it is closed.
     unnamed = sys.platform == "linux"
@@ -93,7 +104,7 @@ def _spooled(source: Any, name: str, note: Callable[[str], object] | None) -> Sh
     try:
         with ExitStack() as stack:
             spool = stack.enter_context(kind())
-            while chunk := source.read(_CHUNK):
+            while chunk := _read(source):
                 spool.write(chunk)
                 size += len(chunk)
                 if note is not None:
