@@ -12,7 +12,7 @@ import rollpack
 from rollpack.cli import main
 from rollpack.cli._output import Bar
 
-from .processes import rollpack_process, run_process
+from .processes import environment, rollpack_process, run_process
 
 
 def test_end_to_end(rollouts, tmp_path):
@@ -49,8 +49,7 @@ def redirected(request, file):
 
     def redirected(*arguments, to):
         command = ["bash", "-c", f'exec "$@" {to}', "bash", sys.executable, "-m", "rollpack", *map(str, arguments)]
-        env = {**os.environ, "PYTHONUNBUFFERED": request.param}
-        ended = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        ended = run_process(command, env=environment(PYTHONUNBUFFERED=request.param))
         return ended.returncode, ended.stdout, ended.stderr
 
     return redirected
