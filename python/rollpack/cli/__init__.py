@@ -19,13 +19,13 @@ import pyarrow as pa
 
 import rollpack
 from rollpack._errors import RollpackError
+from rollpack._signals import Stopped, asked, heed_no_more, stopping
 from rollpack.cli import demo, inspect, pack, plan, report, simulate, verify
 from rollpack.cli._arguments import add_common
 from rollpack.cli._completion import complete
 from rollpack.cli._language import flags_of, spoken
 from rollpack.cli._output import bad, one_line, settle, tell
 from rollpack.cli._parser import Parser
-from rollpack.cli._signals import Stopped, asked, heed_no_more, stopping
 
 _COMMANDS = (inspect, plan, simulate, pack, verify, report, demo)
 
