@@ -1,8 +1,8 @@
 # PYTHON_ARGCOMPLETE_OK
 """``rollpack`` on the command line: a file a command, each with ``add_parser`` and ``run``.
 
-Exit status: 0 all is well, 1 the command ran and what it looked at is not in order, 2 bad input or usage (one line on
-stderr), 128 + n ended by signal n: 130 Ctrl-C, 143 SIGTERM, 141 the reader of stdout has left.
+Exit status: 0 all is well, 1 the command ran and what it looked at is not in order, 2 bad input or usage, or output that is
+lost (one line on stderr), 128 + n ended by signal n: 130 Ctrl-C, 143 SIGTERM, 141 the reader of stdout has left.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ FORCE_COLOR and TERM=dumb are respected.
 Completion in bash or zsh: pip install 'rollpack[cli]', then put into ~/.bashrc or ~/.zshrc:
   eval "$(register-python-argcomplete rollpack)"
 
-Exit status: 0 well, 1 faults were found, 2 bad input or usage, 130 interrupted by Ctrl-C, 143 terminated, 141 the reader
-of stdout has left. A command that did not end well leaves no file half-written.
+Exit status: 0 well, 1 faults were found, 2 bad input or usage or lost output, 130 interrupted by Ctrl-C, 143 terminated,
+141 the reader of stdout has left. A command that did not end well leaves no file half-written.
 """
 
 
