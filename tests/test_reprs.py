@@ -54,11 +54,11 @@ CASES = {
     rollpack.DataError: (lambda: rollpack.DataError("bad", "tokens", 3), "DataError('bad')"),
     rollpack.MicroBatch: (
         lambda: next(rollpack.pack(TABLE, plan(), dp_rank=1)),
-        "MicroBatch(1 samples, 3 positions, sample_mean, step 0, dp_rank 1, cp_rank 0, 0 of 1)",
+        "MicroBatch(1 sample, 3 positions, sample_mean, step 0, dp_rank 1, cp_rank 0, 0 of 1)",
     ),
     rollpack.Plan: (
         plan,
-        "Plan(2 samples in 1 steps of 1 micro-batches on each of 2 x 1 dp x cp ranks, sample_mean, fill 80.0%, "
+        "Plan(2 samples in 1 step of 1 micro-batch on each of 2 x 1 dp x cp ranks, sample_mean, fill 80.0%, "
         "imbalance 1.2500)",
     ),
     rollpack.PlanError: (lambda: rollpack.PlanError("bad"), "PlanError('bad')"),
@@ -76,9 +76,9 @@ CASES = {
     Metrics: (lambda: Metrics({"kl": "sample_mean"}), "Metrics({'kl': 'sample_mean'})"),
     MicroBatchDataset: (
         lambda: MicroBatchDataset(TABLE, plan(), dp_rank=1),
-        "MicroBatchDataset(1 micro-batches, step 0, dp_rank 1, cp_rank 0)",
+        "MicroBatchDataset(1 micro-batch, step 0, dp_rank 1, cp_rank 0)",
     ),
-    rollpack.torch.MicroBatches: (closed, "MicroBatches(1 micro-batches, closed)"),
+    rollpack.torch.MicroBatches: (closed, "MicroBatches(1 micro-batch, closed)"),
     Ranks: (lambda: Ranks(2, 1, 1, 0), "Ranks(dp_size=2, cp_size=1, dp_rank=1, cp_rank=0)"),
     Agreement: (
         lambda: agreement(2e-16),
@@ -91,18 +91,18 @@ CASES = {
     ),
     Report: (lambda: Report(("dp size", "order"), (FAILURE,)), "Report(1 of 2 invariances fail: a missing D)"),
     Rollouts: (lambda: Rollouts.read(TABLE), "Rollouts(2 samples, 8 tokens, 2 trained, with groups)"),
-    TrainingStep: (training_step, "TrainingStep(1 x 1 dp x cp ranks, 1 micro-batches on each)"),
+    TrainingStep: (training_step, "TrainingStep(1 x 1 dp x cp ranks, 1 micro-batch on each)"),
 }
 
 #: Of what is not in an ``__all__``, and of other states of the same class.
 MORE = {
-    "open micro-batches": (lambda: micro_batches(TABLE, plan(), device="cpu"), "MicroBatches(1 micro-batches)"),
+    "open micro-batches": (lambda: micro_batches(TABLE, plan(), device="cpu"), "MicroBatches(1 micro-batch)"),
     "disagreement": (
         lambda: agreement(0.5),
         "Agreement(token_mean does NOT agree, loss 1.25, worst deviation float64 5.0e-01)",
     ),
     "report that is well": (lambda: Report(("dp size", "order"), ()), "Report(all 2 invariances hold)"),
-    "inspection": (lambda: inspection.inspect(TABLE), "Inspection(2 sound rows, 2 rollouts, 1 groups, 0 faults)"),
+    "inspection": (lambda: inspection.inspect(TABLE), "Inspection(2 sound rows, 2 rollouts, 1 group, 0 faults)"),
     "fault": (
         lambda: inspection.inspect(pa.table({"tokens": [[1]], "loss_mask": [[7]]})).faults[0],
         "Fault(kind='data', column='loss_mask', row=0, part=0, part_row=0, message=",
@@ -131,7 +131,7 @@ MORE = {
     ),
     "micro-batch on a device": (
         lambda: next(rollpack.pack(TABLE, plan(), dp_rank=1)).to("cpu"),
-        "MicroBatch(1 samples, 3 positions, sample_mean, step 0, dp_rank 1, cp_rank 0, 0 of 1)",
+        "MicroBatch(1 sample, 3 positions, sample_mean, step 0, dp_rank 1, cp_rank 0, 0 of 1)",
     ),
 }
 

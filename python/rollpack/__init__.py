@@ -7,6 +7,7 @@ reducer. Importing rollpack needs neither torch nor a GPU.
 import warnings as _warnings
 
 from rollpack import _core
+from rollpack import _signals as _signals  # before all that takes its time: it acts as it is imported
 from rollpack._errors import DataError, PlanError, RollpackError, SchemaError
 from rollpack.cost import CostModel
 from rollpack.online import pack_online

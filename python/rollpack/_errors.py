@@ -8,6 +8,11 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
+def word(value: object) -> str:
+    """An argument that has to be a word, for the core, which says of any other which ones it may be."""
+    return value if isinstance(value, str) and printable(value) == value else ascii(value)
+
+
 class RollpackError(ValueError):
     """Any error that rollpack raises about its input or its arguments. Its text can be written anywhere."""
 

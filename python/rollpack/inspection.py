@@ -14,6 +14,7 @@ import pyarrow as pa
 from rollpack import _core
 from rollpack._errors import DataError, RollpackError
 from rollpack._sources import Request, Source, Watch, no_rows
+from rollpack._text import counted
 from rollpack.summary import Summary
 
 _Raw = tuple[str, str | None, int | None, str]
@@ -124,9 +125,10 @@ class Inspection:
     summary: Summary
 
     def __repr__(self) -> str:
-        groups = "without groups" if self.groups is None else f"{self.groups:,} groups"
+        groups = "without groups" if self.groups is None else counted(self.groups, "group")
         return (
-            f"Inspection({self.sound_rows:,} sound rows, {self.rollouts:,} rollouts, {groups}, {len(self.faults):,} faults)"
+            f"Inspection({counted(self.sound_rows, 'sound row')}, {counted(self.rollouts, 'rollout')}, {groups}, "
+            f"{counted(len(self.faults), 'fault')})"
         )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rollpack._errors import PlanError
+from rollpack._errors import PlanError, word
 
 #: The trainers, and the release, commit or year of the code that each was read in.
 VERSIONS = {
@@ -131,13 +131,15 @@ MODES = {
 
 
 def resolve(loss_aggregation: str, divisor: float | None, empty: str) -> tuple[str, float | None]:
-    """The mode of ours and its divisor; names without a prefix are handed back as they are.
+    """The mode of ours and its divisor; names without a prefix that no trainer has are handed back as they are.
 
     Raises:
         PlanError: no such name, none of ours is equal to it, or the arguments do not go with it.
     """
+    loss_aggregation = word(loss_aggregation)
     known = _known(loss_aggregation)
     if known is None:
+        _hint(loss_aggregation)
         return loss_aggregation, divisor
     if known.mode is None:
         raise PlanError(f"{known.name} is {known.formula}, and no mode of ours is that: {known.note}")
@@ -188,6 +190,16 @@ def check_units(loss_aggregation: str, rows: npt.NDArray[np.int64], rollouts: np
         raise PlanError(
             f"{known.name} averages rows, and rows {same[0]} and {same[1]} are one rollout. Make each row a rollout, with "
             f"columns={{'rollout_id': None}}, or take {known.mode!r}, which averages rollouts"
+        )
+
+
+def _hint(name: str) -> None:
+    """Of a name that only trainers have, says under which names with a prefix it is known here."""
+    named = [mode for mode in MODES.values() if mode.name.partition(":")[2] == name.lower()]
+    if named and name not in {mode.mode for mode in named}:
+        raise PlanError(
+            f"loss_aggregation is {name!r}, which is no mode of ours; other trainers' have their prefix: did you mean "
+            f"{' or '.join(mode.name for mode in named)}?"
         )
 
 

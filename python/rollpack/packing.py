@@ -14,6 +14,7 @@ import numpy.typing as npt
 from rollpack import _core
 from rollpack._errors import DataError, PlanError
 from rollpack._sources import Request, Shards, Source
+from rollpack._text import counted
 from rollpack.cost import integer
 from rollpack.plans import Plan
 
@@ -110,8 +111,9 @@ class MicroBatch(Generic[Array]):
     def __repr__(self) -> str:
         place = f"step {self.step}, dp_rank {self.dp_rank}, cp_rank {self.cp_rank}, {self.index}"
         place += "" if self.num_micro_batches is None else f" of {self.num_micro_batches}"
-        what = "placeholder" if self.is_placeholder else f"{len(self.rows)} samples"  # type: ignore[arg-type]
-        return f"MicroBatch({what}, {len(self.tokens)} positions, {self.loss_aggregation}, {place})"  # type: ignore[arg-type]
+        what = "placeholder" if self.is_placeholder else counted(len(self.rows), "sample")  # type: ignore[arg-type]
+        positions = counted(len(self.tokens), "position")  # type: ignore[arg-type]
+        return f"MicroBatch({what}, {positions}, {self.loss_aggregation}, {place})"
 
 
 def pack(

@@ -84,9 +84,7 @@ def plan(
         PlanError: what cannot be met, and what would meet it.
         SchemaError, DataError: as for :func:`rollpack.summarize`.
     """
-    name = loss_aggregation
-    loss_aggregation, divisor = resolve(name, divisor, empty)
-    settings = Settings.of(
+    settings, options = checked(
         loss_aggregation=loss_aggregation,
         divisor=divisor,
         empty=empty,
@@ -107,14 +105,13 @@ def plan(
         sync=sync,
         keep_together=keep_together,
     )
-    options = _core.Options(settings, settings.cut)
-    groups = needs_groups(loss_aggregation, prompts_per_step, keep_together)
+    groups = needs_groups(settings.loss_aggregation, prompts_per_step, keep_together)
     summary = summary_of(data_or_summary, groups=groups, columns=columns, rollout_key=rollout_key)
-    if loss_aggregation == "token_mean_legacy":
+    if settings.loss_aggregation == "token_mean_legacy":
         _warn_of_legacy()
     sources = [(repr(name), rows) for name, rows in summary.sources]
     planned = _core.plan(summary._planned_batch(), summary.rollout_key, summary.group_key, sources, options)
-    check_units(name, *(planned.placements.column(column).to_numpy() for column in ("row", "rollout_index")))
+    check_units(loss_aggregation, *(planned.placements.column(column).to_numpy() for column in ("row", "rollout_index")))
     return Plan(
         steps=tuple(Step(*step) for step in planned.steps),
         settings=settings,
@@ -129,6 +126,17 @@ def plan(
         _placements=planned.placements,
         _offsets=planned.offsets,
     )
+
+
+def checked(*, loss_aggregation: str, divisor: float | None, empty: str, **arguments: Any) -> tuple[Settings, _core.Options]:
+    """The arguments of :func:`plan` as what they mean, and as the core takes them. No data is read for it.
+
+    Raises:
+        PlanError: one is wrong, or they do not go together.
+    """
+    mode, divisor = resolve(loss_aggregation, divisor, empty)
+    settings = Settings.of(loss_aggregation=mode, divisor=divisor, empty=empty, **arguments)
+    return settings, _core.Options(settings, settings.cut)
 
 
 def needs_groups(loss_aggregation: str | None, prompts_per_step: int | None, keep_together: str | None) -> bool:

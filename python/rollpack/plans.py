@@ -14,8 +14,9 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rollpack._arrow import int64_array
-from rollpack._errors import DataError, PlanError
+from rollpack._errors import DataError, PlanError, word
 from rollpack._files import Saved, digest
+from rollpack._text import counted
 from rollpack.cost import cost_model, integer
 from rollpack.summary import SourceName
 
@@ -73,10 +74,10 @@ class Settings:
             divisor = None if divisor is None else float(divisor)
         except (TypeError, ValueError):
             raise PlanError(f"divisor is {divisor!r}; it has to be a number") from None
-        numbers = _integer_settings()
-        for name in numbers & arguments.keys():
-            if arguments[name] is not None:
-                arguments[name] = integer(name, arguments[name])
+        kinds = _kinds()
+        for name, value in arguments.items():
+            if kinds[name] in {int, str} or value is not None:
+                arguments[name] = integer(name, value) if kinds[name] in {int, int | None} else word(value)
         return cls(divisor=divisor, placeholders=bool(placeholders), cost=cost_model(cost), **arguments)
 
     @property
@@ -86,8 +87,8 @@ class Settings:
 
 
 @cache
-def _integer_settings() -> set[str]:
-    return {name for name, kind in get_type_hints(Settings).items() if kind in {int, int | None}}
+def _kinds() -> dict[str, Any]:
+    return get_type_hints(Settings)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -357,11 +358,12 @@ class Plan(Saved):
     def __repr__(self) -> str:
         settings = self.settings
         per_rank = [step.num_micro_batches for step in self.steps]
-        shown = f"{per_rank[0]}" if len(set(per_rank)) == 1 else f"{min(per_rank)} to {max(per_rank)}"
-        left = f", {len(self.dropped_rows):,} rows dropped" if len(self.dropped_rows) else ""
-        left += f", {len(self.oversize_rows):,} rows over the budget" if len(self.oversize_rows) else ""
+        fewest = "" if len(set(per_rank)) == 1 else f"{min(per_rank):,} to "
+        micro_batches = fewest + counted(max(per_rank), "micro-batch")
+        left = f", {counted(len(self.dropped_rows), 'row')} dropped" if len(self.dropped_rows) else ""
+        left += f", {counted(len(self.oversize_rows), 'row')} over the budget" if len(self.oversize_rows) else ""
         return (
-            f"Plan({self._placements.num_rows:,} samples in {len(self.steps)} steps of {shown} micro-batches on each of "
-            f"{settings.dp_size} x {settings.cp_size} dp x cp ranks, {settings.loss_aggregation}, "
+            f"Plan({counted(self._placements.num_rows, 'sample')} in {counted(len(self.steps), 'step')} of {micro_batches} "
+            f"on each of {settings.dp_size} x {settings.cp_size} dp x cp ranks, {settings.loss_aggregation}, "
             f"fill {self.fill:.1%}, imbalance {self.imbalance:.4f}{left})"
         )

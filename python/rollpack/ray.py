@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -21,13 +21,15 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import ray
+from ray.exceptions import RayTaskError
 
-from rollpack._errors import DataError, RollpackError, SchemaError
+from rollpack._errors import DataError, PlanError, RollpackError, SchemaError
 from rollpack._sources import Request, Shards, Source
 from rollpack._sources.parts import Part
+from rollpack._text import counted
 from rollpack.packing import MicroBatch, pack
 from rollpack.plans import Plan
-from rollpack.summary import Summary
+from rollpack.summary import Summary, key_of_groups
 from rollpack.summary import summarize as _summarize
 
 __all__ = ["RankShard", "shards", "summarize"]
@@ -36,7 +38,7 @@ __all__ = ["RankShard", "shards", "summarize"]
 def summarize(
     ds: ray.data.Dataset,
     *,
-    groups: bool = False,
+    groups: bool | Sequence[str] = False,
     columns: Mapping[str, str | None] | None = None,
     rollout_key: str | Sequence[str] = "rollout_id",
 ) -> Summary:
@@ -50,18 +52,33 @@ def summarize(
             in the same order (no random shuffle), or ``ds = ds.materialize()`` keeps them.
         groups: as for :func:`rollpack.summarize`.
         columns: as for :func:`rollpack.summarize`.
-        rollout_key: as for :func:`rollpack.summarize`.
+        rollout_key: as for :func:`rollpack.summarize`. Neither key takes ``"source"``: where Ray cuts blocks says nothing of
+            ids. What tells the shards of the data apart has to be a column, under another name.
 
     Raises:
-        SchemaError, DataError: as for :func:`rollpack.summarize`; ``row`` counts over the whole dataset.
+        SchemaError, DataError: as for :func:`rollpack.summarize`; ``row`` counts over the whole dataset. Blocks that differ
+            in the columns that are read are an error, too.
+        RollpackError: a key has ``"source"``, or ``groups`` is none of the above.
         TypeError: this is no Ray Dataset.
     """
     _check_dataset(ds)
-    request = Request.make(columns, rollout_key, groups=groups)
+    group_key = key_of_groups(groups)
+    request = Request.make(columns, rollout_key, groups=bool(group_key))
+    if "source" in (*group_key, *request.rollout_key):
+        raise RollpackError(
+            "'source' is the block of a dataset, and where Ray cuts blocks says nothing of ids: leave it out of the key, or "
+            "give the column that tells the shards of the data apart another name, ds.rename_columns({'source': 'shard'}), "
+            "for rollout_key=('shard', 'rollout_id')"
+        )
     arguments = {"groups": groups, "columns": columns, "rollout_key": rollout_key}
     names = ds.columns(fetch_if_missing=False)
     if names is not None and (wanted := Source.projection(Part(lambda *_: None, lambda: list(names)), request)) is not None:
-        ds = ds.select_columns(wanted)
+        with suppress(RayTaskError):  # a block lacks one of them, which says neither the block nor the column
+            return _summarized(ds.select_columns(wanted), arguments)
+    return _summarized(ds, arguments)
+
+
+def _summarized(ds: ray.data.Dataset, arguments: Mapping[str, Any]) -> Summary:
     of_block: Any = _of_block  # ray's types know no function of further arguments
     blocks = ds.map_batches(of_block, batch_size=None, batch_format="pyarrow", fn_kwargs={"arguments": arguments})
     made, row = list[Summary](), 0
@@ -74,7 +91,10 @@ def summarize(
             row += len(summary)
     if not made:
         raise DataError("the dataset has no rows")
-    return Summary.concat(made)
+    try:
+        return Summary.concat(made)
+    except SchemaError as error:
+        raise SchemaError(f"{error} (the sources are the blocks of the dataset, by number)", error.column) from None
 
 
 def _check_dataset(ds: Any) -> None:
@@ -145,10 +165,16 @@ class RankShard:
                 those of :func:`rollpack.pack`, and micro-batches of numpy arrays.
 
         Raises:
-            PlanError, DataError, SchemaError: as for :func:`rollpack.pack`.
+            PlanError: as for :func:`rollpack.pack`, or another ``dp_rank`` was passed.
+            DataError, SchemaError: as for :func:`rollpack.pack`.
             ray.exceptions.ObjectLostError: a block is lost, and Ray cannot make it again.
         """
-        options |= {"step": step, "dp_rank": self.dp_rank, "cp_rank": cp_rank}
+        if options.setdefault("dp_rank", self.dp_rank) != self.dp_rank:
+            raise PlanError(
+                f"this shard is what dp_rank {self.dp_rank} packs, and dp_rank {options['dp_rank']} was asked for; take the "
+                "shard of that one"
+            )
+        options |= {"step": step, "cp_rank": cp_rank}
         if "device" in options:
             from rollpack.torch import micro_batches
 
@@ -156,7 +182,8 @@ class RankShard:
         return pack(self._shards, self.plan, **options)
 
     def __repr__(self) -> str:
-        return f"RankShard(dp_rank {self.dp_rank}, {self.num_rows:,} rows in {len(self._shards.data):,} blocks)"
+        rows = counted(self.num_rows, "row")
+        return f"RankShard(dp_rank {self.dp_rank}, {rows} in {counted(len(self._shards.data), 'block')})"
 
 
 def shards(ds: ray.data.Dataset, plan: Plan) -> list[RankShard]:

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import numpy as np
 import numpy.typing as npt
 
+from rollpack._text import counted, noun
 from rollpack.plans import Plan
 
 #: Ranks that the text has a line for.
@@ -78,9 +79,10 @@ class Schedule:
             for k in range(self.tokens.shape[1]):
                 first, last = (round(width * x / (self.end or 1)) for x in (self.starts[rank, k], ends[rank, k]))
                 cells[first:last] = "█▓"[k % 2] * (last - first)
-            lines.append(f"dp rank {rank:>3} |{''.join(cells)}| {int(self.tokens[rank].sum()):>9,} tokens")
+            total = int(self.tokens[rank].sum())
+            lines.append(f"dp rank {rank:>3} |{''.join(cells)}| {total:>9,} {noun(total, 'token')}")
         if len(self.tokens) > _SHOWN:
-            lines.append(f"... and {len(self.tokens) - _SHOWN:,} more ranks")
+            lines.append(f"... and {counted(len(self.tokens) - _SHOWN, 'more rank')}")
         waits = "at each micro-batch" if self.plan.settings.sync == "micro_batch" else "at the end of the step"
         return [*lines, f"█▓ micro-batches, {self.tokens.shape[1]} on each rank; ·· waiting for the others {waits}"]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
+from inspect import signature
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -13,12 +14,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rollpack import _core
-from rollpack._errors import PlanError
+from rollpack._errors import PlanError, word
+from rollpack._text import counted
 from rollpack.cost import MODELS, CostModel, cost_model, integer
 from rollpack.names import mode_of, takes_divisor
-from rollpack.planning import needs_groups, plan
-from rollpack.plans import Plan
-from rollpack.summary import Summary, summary_of
+from rollpack.planning import checked, needs_groups, plan
+from rollpack.plans import Plan, Settings
+from rollpack.summary import summary_of
 
 #: Dense bfloat16 FLOP/s of one GPU (SXM boards). NVIDIA's data sheets of A100, H100, H200 and HGX B200; but for A100 they
 #: give twice as much, with sparsity.
@@ -42,7 +44,8 @@ class Setting(NamedTuple):
         return self.dp_size * self.cp_size
 
     def __str__(self) -> str:
-        return "{}, dp {:,}, cp {:,}, {:,} tokens a GPU".format(*self)
+        mode, dp_size, cp_size, budget = self
+        return f"{mode}, dp {dp_size:,}, cp {cp_size:,}, {counted(budget, 'token')} a GPU"
 
 
 @dataclass(frozen=True)
@@ -119,9 +122,9 @@ class Simulation:
         return {n: min((p for p in self.predictions if p.setting.gpus == n), key=_rank) for n in numbers}
 
     def __repr__(self) -> str:
-        best = self.best
+        best, settings = self.best, counted(len(self.predictions), "setting")
         return (
-            f"Simulation({len(self.predictions):,} settings and {len(self.refused):,} refused, {self.trainer}; best: "
+            f"Simulation({settings} and {len(self.refused):,} refused, {self.trainer}; best: "
             f"{best.setting}, {best.seconds:.3g} s, {best.gpu_seconds:.3g} GPU-seconds)"
         )
 
@@ -189,7 +192,7 @@ def simulate(
         ``refused``.
 
     Raises:
-        PlanError: an argument is wrong, or no setting can be planned.
+        PlanError: an argument, or one of a list, is wrong, or no setting can be planned.
         SchemaError, DataError: as for :func:`rollpack.summarize`.
     """
     cost = _model(model)
@@ -202,16 +205,18 @@ def simulate(
         raise PlanError(f"overhead is {overhead}; it has to be a number of seconds of at least 0")
     rate = _peak(device) * mfu
     sizes = (_integers("dp_sizes", dp_sizes), _integers("cp_sizes", cp_sizes), _integers("budgets", budgets))
-    modes = _listed("modes", modes)
+    modes = [word(mode) for mode in _listed("modes", modes)]
     settings = [Setting(*values) for values in dict.fromkeys(product(modes, *sizes))]
     options = {"cost": cost, "sync": TRAINERS[trainer], **plan_options}
+    for setting in settings:
+        _check(setting, divisor, options)
     steps_of, kept = plan_options.get("prompts_per_step"), plan_options.get("keep_together")
     groups = any(needs_groups(mode_of(mode), steps_of, kept) for mode in modes)
     summary = summary_of(data_or_summary, groups=groups, columns=columns, rollout_key=rollout_key)
     predictions, refused = [], {}
     for setting in settings:
         try:
-            made = _plan(summary, setting, divisor, options)
+            made = plan(summary, **_arguments(setting, divisor, options))
         except PlanError as error:
             refused[setting] = str(error)
         else:
@@ -270,9 +275,16 @@ def _predict(setting: Setting, made: Plan, cost: CostModel, rate: float, overhea
     )
 
 
-def _plan(summary: Summary, setting: Setting, divisor: float | None, options: Mapping[str, Any]) -> Plan:
+def _check(setting: Setting, divisor: float | None, options: Mapping[str, Any]) -> None:
+    """Refuses what is wrong with any data. A budget too small for one padded token is a setting that cannot be planned."""
+    bound = signature(plan).bind(None, **_arguments(setting, divisor, options) | {"oversize": "alone"})
+    bound.apply_defaults()
+    checked(**{field.name: bound.arguments[field.name] for field in fields(Settings)})
+
+
+def _arguments(setting: Setting, divisor: float | None, options: Mapping[str, Any]) -> dict[str, Any]:
     own = divisor if takes_divisor(setting.loss_aggregation) else None
-    return plan(summary, **setting._asdict(), divisor=own, **options)
+    return {**setting._asdict(), "divisor": own, **options}
 
 
 def _model(model: str | CostModel) -> CostModel:

@@ -17,6 +17,7 @@ from rollpack._arrow import int64_array
 from rollpack._errors import DataError, PlanError, RollpackError, SchemaError, printable
 from rollpack._files import Saved, digest
 from rollpack._sources import Request, Source, reading
+from rollpack._text import counted
 
 #: What a shard is called: its place in the order of shards.
 SourceName: TypeAlias = str | int
@@ -154,7 +155,8 @@ class Summary(Saved):
                 mine, theirs = (", ".join(getattr(s, what)) or "none" for s in (self, other))
                 raise SchemaError(
                     f"the {what} is {mine} in source {own_name!r} and {theirs} in source {name!r}; summarize all shards "
-                    "with the same arguments, from data that has the same columns"
+                    "with the same arguments, from data that has the same columns",
+                    _unlike(getattr(self, what), getattr(other, what)),
                 )
         if self.request.columns != other.request.columns:
             raise SchemaError(
@@ -165,7 +167,8 @@ class Summary(Saved):
             mine, theirs = (", ".join(s._read) or "none" for s in (self, other))
             raise SchemaError(
                 f"the columns that were read are {mine} in source {own_name!r} and {theirs} in source {name!r}; give all "
-                "shards the same columns, and summarize them with the same arguments"
+                "shards the same columns, and summarize them with the same arguments",
+                _unlike(self._read, other._read),
             )
         for mine, theirs in zip(self._batch.schema, other._batch.schema, strict=True):
             if mine.type != theirs.type:
@@ -241,8 +244,8 @@ class Summary(Saved):
     def __repr__(self) -> str:
         tokens, trained = int(self.column("total_length").sum()), int(self.column("mask_sum").sum())
         groups = "with groups" if self.groups else "without groups"
-        sources = f", {len(self.sources):,} sources" if len(self.sources) > 1 else ""
-        return f"Summary({len(self):,} samples, {tokens:,} tokens, {trained:,} trained, {groups}{sources})"
+        sources = f", {counted(len(self.sources), 'source')}" if len(self.sources) > 1 else ""
+        return f"Summary({counted(len(self), 'sample')}, {counted(tokens, 'token')}, {trained:,} trained, {groups}{sources})"
 
 
 def summarize(
@@ -279,7 +282,9 @@ def summarize(
     {'row': [0, 1], 'total_length': [3, 2], 'response_length': [2, 1], 'mask_sum': [1, 1], 'rollout_id': [0, 1]}
     """
     name = _source_name(source)
-    group_key = _group_key(groups, source)
+    group_key = key_of_groups(groups)
+    if "source" in group_key and source is None:
+        raise RollpackError("groups asks for the source, and there is none; pass source=")
     request = Request.make(columns, rollout_key, groups=bool(group_key))
     group_key = group_key or (("group_index",) if request.groups else ())
     by_source = name is not None and "source" in request.rollout_key
@@ -337,15 +342,23 @@ def _source_name(source: Any) -> SourceName | None:
     raise RollpackError(f"source is {source!r}; it has to be a string, a path or an integer")
 
 
-def _group_key(groups: bool | Sequence[str], source: Any) -> tuple[str, ...]:
+def key_of_groups(groups: bool | Sequence[str]) -> tuple[str, ...]:
+    """The key that ``groups=`` asks for; empty: none.
+
+    Raises:
+        RollpackError: it is none of the keys that there are.
+    """
     if isinstance(groups, bool | np.bool_):
         return ("group_index",) if groups else ()
     key = (groups,) if isinstance(groups, str) else groups
     if not isinstance(key, Sequence) or sorted(map(str, key)) not in (["group_index"], ["group_index", "source"]):
         raise RollpackError(f"groups is {groups!r}; it has to be True, False or ('source', 'group_index')")
-    if "source" in key and source is None:
-        raise RollpackError("groups asks for the source, and there is none; pass source=")
     return tuple(sorted(key, reverse=True))
+
+
+def _unlike(mine: Sequence[str], theirs: Sequence[str]) -> str | None:
+    """A column that only one of the two has."""
+    return next((name for name in (*mine, *theirs) if (name in mine) != (name in theirs)), None)
 
 
 def _integers(names: Iterable[SourceName]) -> bool:

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollpack import _core
-from rollpack._errors import PlanError
+from rollpack._errors import PlanError, word
 
 
 def sample_weights(
@@ -55,7 +55,7 @@ def sample_weights(
     given = rollouts if rollouts is not None else prompts
     number = 0 if given is None else len(given)
     weights = _core.sample_weights(
-        loss_aggregation, number, rollouts, prompts, num_rollouts, num_prompts, num_tokens, divisor
+        word(loss_aggregation), number, rollouts, prompts, num_rollouts, num_prompts, num_tokens, divisor
     )
     if given is None:
         raise PlanError("pass rollout_mask_sums or prompt_mask_sums, which also tell how many samples there are")

@@ -59,6 +59,16 @@ def completed(tmp_path):
         ("inspect ", ["rollouts.parquet"]),
         ("inspect rollouts.parquet --ju", []),
         ("verify --empty s", ["skip"]),
+        ("verify --layouts ", ["zigzag", "contiguous"]),
+        ("verify --layouts zigzag,c", ["zigzag,contiguous"]),
+        ("demo --layouts z", ["zigzag"]),
+        ("verify --dp-sizes 1,", []),
+        ("simulate --device ", ["a100", "h100", "h200", "b200"]),
+        ("simulate --model qwen3", ["qwen3-8b", "qwen3-32b"]),
+        ("simulate --modes sample_mean,co", ["sample_mean,constant"]),
+        ("simulate --trainer ", ["fsdp", "ddp", "pipeline"]),
+        # To bash a word begins after =.
+        ("plan --columns tokens=ids,response", ["ids,response_length="]),
     ],
 )
 def test_what_bash_offers(completed, line, words):

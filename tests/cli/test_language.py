@@ -128,7 +128,9 @@ def test_faults_of_inspect(run, tmp_path):
 
 
 def test_flags_of_verify(fails, file):
-    assert "--layouts is 'no'; it has to be zigzag or contiguous" in fails("verify", file, "--layouts", "no")
+    for wrong in ("no", "zigzag,no", ""):  # where cp sizes are 1 no cut has a second one
+        says = f"argument --layouts: {wrong!r} is no list of zigzag and contiguous (see rollpack verify --help)"
+        assert fails("verify", file, "--cp-sizes", "1", "--layouts", wrong) == says
     assert "--empty is 'no'" in fails("verify", file, "--empty", "no")
 
 

@@ -3,8 +3,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +14,7 @@ import rollpack
 from rollpack.cli import main
 from rollpack.cli._output import Bar
 
-from .processes import rollpack_process, run_process
+from .processes import COMMAND, LISTENING, environment, rollpack_process, run_process
 
 
 def test_end_to_end(rollouts, tmp_path):
@@ -41,6 +43,55 @@ def test_a_reader_that_has_left_is_no_error(file):
     finally:
         os.close(writing)
     assert (ended.returncode, ended.stderr) == (141, "")
+
+
+@pytest.fixture(params=["", "1"])
+def redirected(request, file):
+    """Runs a command as a shell does that redirects: (exit status, stdout, stderr). With and without buffers."""
+
+    def redirected(*arguments, to):
+        command = ["bash", "-c", f'exec "$@" {to}', "bash", sys.executable, "-m", "rollpack", *map(str, arguments)]
+        ended = run_process(command, env=environment(PYTHONUNBUFFERED=request.param))
+        return ended.returncode, ended.stdout, ended.stderr
+
+    return redirected
+
+
+@pytest.mark.parametrize("arguments", [["inspect", None], ["plan", None, "--micro-batch-size", "1", "--json"], ["--help"]])
+def test_output_that_is_lost_is_an_error(redirected, file, arguments):
+    arguments = [file if argument is None else argument for argument in arguments]
+    status, out, err = redirected(*arguments, to=">&-")
+    assert (status, out) == (2, "")
+    assert err == (
+        "rollpack: error: stdout is closed, and what this command prints would be lost; send it to a file or to /dev/null\n"
+    )
+    full = "rollpack: error: [Errno 28] No space left on device\n"
+    assert redirected(*arguments, to=">/dev/full") == (2, "", full)
+    assert redirected(*arguments, to=">&- 2>&-") == (2, "", "")
+
+
+@pytest.mark.parametrize("to", ["2>&-", "2>/dev/full"])
+def test_errors_that_nobody_hears_change_no_status_and_are_no_output(redirected, file, to):
+    assert redirected("inspect", "no.parquet", to=to) == (2, "", "")
+    assert redirected(to=to) == (2, "", "")
+    status, out, _ = redirected("inspect", file, "--json", to=to)
+    assert (status, json.loads(out)["rollouts"]) == (0, 3)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_it_imports_ends_it_without_a_word(tmp_path, number):
+    (tmp_path / "numpy.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
+    env = environment(PYTHONPATH=str(tmp_path))
+    script = Path(sys.executable).parent / "rollpack"
+    for command in (COMMAND, [sys.executable, "-W", "ignore", "-m", "rollpack"], [script]):
+        ended = run_process([*LISTENING, *command, "demo"], env=env)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (-number, "", "")
+    other = run_process([*LISTENING, sys.executable, "-c", "import rollpack"], env=env)
+    assert other.returncode == -number
+    assert other.stderr.endswith("KeyboardInterrupt\n") == (number == signal.SIGINT)  # as any program of Python's
+    ignoring = ["env", "--ignore-signal=INT,TERM", *COMMAND, "--version"]
+    ended = run_process(ignoring, env=env)
+    assert ended.returncode == 1  # it went on, to find that this is no numpy
 
 
 def test_a_terminal_without_unicode(tmp_path):

@@ -156,6 +156,21 @@ def test_the_divisor_that_stands_in_is_told(report, file):
     assert "no divisor was given" not in page.read_text()
 
 
+def test_one_is_no_plural(report, run, tmp_path):
+    file = write(tmp_path / "one.parquet", [{"tokens": [1, 2], "loss_mask": [1]}, {"tokens": [1, 2], "loss_mask": [2]}])
+    text = re.sub("<[^>]*>", "", report(file)[2].read_text(encoding="utf-8"))
+    assert "1 fault, below. Numbers are of\nthe 1 row without one." in text
+    file = write(tmp_path / "long.parquet", samples((1, 0, 0), (1, 0, 0), (7, 1, 0)))
+    flags = ("--max-tokens-per-gpu", 4, "--oversize", "alone")
+    text = re.sub("<[^>]*>", "", report(file, *flags)[2].read_text(encoding="utf-8"))
+    assert "1 rollout of several samples. " in text
+    assert "3 samples in 1 step." in text
+    assert "edged in red: 1 row." in text
+    said = run("plan", file, *flags)[1]
+    assert said.startswith("Plan(3 samples in 1 step of 2 micro-batches on each of 1 x 1 dp x cp ranks, ")
+    assert "1 row over the budget" in said
+
+
 def test_without_a_budget_there_is_no_schedule(report, file):
     status, found, page = report(file)
     assert (status, found["plan"]) == (0, None)

@@ -143,6 +143,11 @@ def test_a_peak_and_a_trainer(run, three):
         ),
         (["--budgets", "8", "--device", "h100", "--model", "qwen3-8b", "--modes", "foo"], "--modes is 'foo'; it has to be"),
         (
+            ["--budgets", "8", "--device", "h100", "--model", "qwen3-8b", "--modes", "sample_mean,foo"],
+            "--modes is 'foo'; it has to be",
+        ),
+        (["--budgets", "8,0", "--device", "h100", "--model", "qwen3-8b"], "'8,0' is no list of integers of at least 1"),
+        (
             ["--budgets", "8", "--device", "h100", "--model", "qwen3-8b", "--modes", "constant"],
             "--modes 'constant' needs --divisor",
         ),

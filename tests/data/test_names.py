@@ -111,6 +111,19 @@ def test_whether_empty_rows_count_has_to_be_said_as_it_is_there():
         plan("trl:grpo", empty="skip")
 
 
+def test_a_trainers_name_without_its_prefix_is_told_with_it():
+    for name, meant in (
+        ("dapo", "trl:dapo"),
+        ("DAPO", "trl:dapo"),
+        ("seq-mean-token-mean", "verl:seq-mean-token-mean or openrlhf:seq-mean-token-mean"),
+        ("grpo", "trl:grpo or areal:grpo"),
+    ):
+        with pytest.raises(rollpack.PlanError) as told:
+            rollpack.plan({"tokens": [[1]], "response_length": [1]}, micro_batch_size=1, loss_aggregation=name)
+        assert str(told.value).startswith(f"loss_aggregation is {name!r}, which is no mode of ours; ")
+        assert str(told.value).endswith(f"did you mean {meant}?")
+
+
 def test_unknown_names_tell_the_known_ones():
     for name, told in [("trl:grop", "trl:grpo, trl:bnpo"), ("ms-swift:grpo", "trainers are verl, trl, skyrl")]:
         with pytest.raises(rollpack.PlanError, match=told):

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from itertools import product
 
 import numpy as np
 import polars as pl
@@ -422,7 +423,7 @@ def test_a_plan_prints_what_it_is():
     plan = rollpack.plan(
         table, max_tokens_per_gpu=8, dp_size=2, cp_size=1, oversize="alone", global_batch_size=4, remainder="drop"
     )
-    for said in ("4 samples", "2 micro-batches", "2 x 1", "sample_mean", "1 rows dropped", "1 rows over the budget"):
+    for said in ("4 samples", "2 micro-batches", "2 x 1", "sample_mean", "1 row dropped", "1 row over the budget"):
         assert said in repr(plan)
 
 
@@ -498,6 +499,18 @@ def test_a_divisor_belongs_to_constant_alone(mode):
     table = of_lengths([3], group_index=[0])
     with pytest.raises(rollpack.PlanError, match="leave it out"):
         rollpack.plan(table, loss_aggregation=mode, divisor=2.0, micro_batch_size=1)
+
+
+WORDS = ["loss_aggregation", "empty", "layout", "remainder", "oversize", "sync"]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [*((name, None) for name in WORDS), *product([*WORDS, "keep_together"], [3, ["step"], b"step", "\udcff"])],
+)
+def test_what_is_no_word_is_told_the_words(name, wrong):
+    with pytest.raises(rollpack.PlanError, match=rf"^{name} is '.*'; it has to be (one of )?\w+( or|,) \w+"):
+        rollpack.plan({"tokens": [[1]], "response_length": [1]}, micro_batch_size=1, **{name: wrong})
 
 
 def test_wrong_arguments_do_not_cost_a_reader_its_rows():

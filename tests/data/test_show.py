@@ -78,6 +78,9 @@ def test_a_terminal_shows_text():
 def test_many_ranks_in_text():
     lines = made([2] * 70, micro_batch_size=1, dp_size=70).show().text()
     assert (len(lines), lines[-2]) == (66, "... and 6 more ranks")
+    prompts = {"tokens": [[7]] * 65, "response_length": [0] * 65}
+    lines = rollpack.plan(prompts, micro_batch_size=1, dp_size=65).show().text()
+    assert (lines[0][-9:], lines[-2]) == ("  1 token", "... and 1 more rank")
 
 
 def test_what_a_micro_batch_holds_is_told():

@@ -130,6 +130,13 @@ def test_a_setting_that_cannot_be_planned_is_no_end():
     assert "dp_size" in found.refused["sample_mean", 9, 1, 8]
 
 
+def test_a_budget_that_does_not_hold_the_padding_is_no_end():
+    found = simulate(of_lengths(8, 5, 3), budgets=[8, 16], pad_to_multiple_of=16, **UNIT)
+    assert [p.setting.max_tokens_per_gpu for p in found.predictions] == [16]
+    (reason,) = found.refused.values()
+    assert "does not hold one padded token, which takes 16" in reason
+
+
 def test_nothing_at_all_can_be_planned():
     with pytest.raises(
         rollpack.PlanError,
@@ -187,6 +194,14 @@ def test_the_plan_is_the_one_that_would_be_used():
         ({"cp_sizes": ["x", 1]}, "one of cp_sizes is 'x'; it has to be an integer"),
         ({"budgets": 8}, "budgets is 8; it has to be a list"),
         ({"layout": "spiral"}, "layout is 'spiral'"),
+        ({"modes": ["sample_mean", "foo"]}, "loss_aggregation is 'foo'; it has to be one of sample_mean,"),
+        ({"modes": ["sample_mean", "trl:foo"]}, "loss_aggregation is 'trl:foo', and trl (1.16.0) has no 'foo'"),
+        ({"modes": ["sample_mean", "verl:token-sum"]}, "no mode of ours is that"),
+        ({"modes": ["sample_mean", "constant"]}, "'constant' needs divisor="),
+        ({"dp_sizes": [1, 0]}, "dp_size is 0; it has to be from 1 to"),
+        ({"cp_sizes": [1, -1]}, "cp_size is -1; it has to be from 1 to"),
+        ({"budgets": [8, 0]}, "max_tokens_per_gpu is 0; it has to be at least 1"),
+        ({"oversize": "bend"}, "oversize is 'bend'; it has to be error or alone"),
     ],
 )
 def test_wrong_arguments(wrong, says):
@@ -200,7 +215,7 @@ def test_progress_and_repr():
     found = simulate(of_lengths(8, 5, 3), budgets=[8, 4], dp_sizes=[2], progress=moved.append, **UNIT)
     assert moved == [1, 1]
     assert repr(found) == (
-        "Simulation(1 settings and 1 refused, fsdp; best: sample_mean, dp 2, cp 1, 8 tokens a GPU, 144 s, 288 GPU-seconds)"
+        "Simulation(1 setting and 1 refused, fsdp; best: sample_mean, dp 2, cp 1, 8 tokens a GPU, 144 s, 288 GPU-seconds)"
     )
 
 

@@ -1,6 +1,9 @@
 """The same rollouts give the same summary, however they arrive."""
 
 import json
+import os
+from functools import partial
+from pathlib import Path
 
 import datasets
 import duckdb
@@ -15,6 +18,7 @@ import pyarrow.fs
 import pyarrow.ipc
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import rollpack
 from rollpack._sources import Source, Watch
@@ -473,6 +477,66 @@ def test_a_line_that_is_no_json_is_told_with_its_number(tmp_path, bad, said):
     with pytest.raises(rollpack.DataError) as caught:
         rollpack.summarize(path)
     assert f"{path}, {said}" in str(caught.value)
+
+
+SHARD = {"tokens": [[1, 2, 3], [4, 5]], "loss_mask": [[1, 0], [1]]}
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        pa.table(SHARD),
+        pa.record_batch(SHARD),
+        pa.table(SHARD).to_reader(),
+        pd.DataFrame(SHARD),
+        pl.DataFrame(SHARD),
+        SHARD,
+        pa.table(SHARD).to_pylist(),
+        [pa.table(SHARD)],
+        "worker-0.parquet",
+        Path("worker-0.parquet"),
+        rollpack.summarize(SHARD),
+    ],
+    ids=lambda shard: type(shard).__name__,
+)
+def test_a_dict_of_shards_is_no_dict_of_columns(shard):
+    plan = rollpack.plan(SHARD, micro_batch_size=2)  # of one source without a name
+    for shards in ({"a": shard}, {0: shard, 1: shard}):
+        for use in (rollpack.summarize, partial(rollpack.plan, micro_batch_size=1), partial(rollpack.pack, plan=plan)):
+            with pytest.raises(rollpack.DataError, match=r"dict of data by name, .* summarize each, .*Summary.concat"):
+                use(shards)
+
+
+def test_a_dict_of_columns_is_one_whatever_they_are():
+    tensors = {name: [torch.tensor(values) for values in column] for name, column in SHARD.items()}
+    frame, table = pd.DataFrame(SHARD), pa.table(SHARD)
+    for columns in (SHARD, tensors, {n: frame[n] for n in SHARD}, {n: table[n] for n in SHARD}, {**SHARD, "meta": [{}, {}]}):
+        assert rollpack.summarize(columns).column("mask_sum").tolist() == [1, 1]
+
+
+def test_a_column_whose_name_is_no_utf8_is_passed_over():
+    name = os.fsdecode(b"\xff")
+    for data in ({**SHARD, name: [1, 2]}, [{**row, name: 1} for row in pa.table(SHARD).to_pylist()]):
+        assert rollpack.summarize(data).column("mask_sum").tolist() == [1, 1]
+        assert len(list(rollpack.pack(data, rollpack.plan(data, micro_batch_size=1)))) == 2
+    plan = rollpack.plan(SHARD, micro_batch_size=1)
+    for asked, ask in {
+        "columns": lambda: rollpack.summarize(SHARD, columns={"tokens": name}),
+        "rollout_key": lambda: rollpack.summarize(SHARD, rollout_key=("group_index", name)),
+        "token_columns": lambda: rollpack.pack(SHARD, plan, token_columns=[name]),
+        "sample_columns": lambda: rollpack.pack(SHARD, plan, sample_columns=[name]),
+    }.items():
+        with pytest.raises(rollpack.SchemaError, match=rf"^{asked} holds '\\udcff', and no column has a name that UTF-8"):
+            ask()
+
+
+@pytest.mark.parametrize(
+    "wrong", [["tokens"], [("tokens", "ids")], "tokens=ids", {"tokens": 3}, {1: "ids"}, {"tokens": ("ids",)}]
+)
+def test_columns_that_map_no_roles_to_names_are_told(wrong):
+    says = r"^columns (is .* map roles to names, as {'tokens': 'input_ids'}|holds .* column names are strings)$"
+    with pytest.raises(TypeError, match=says):
+        rollpack.plan(SHARD, micro_batch_size=1, columns=wrong)
 
 
 def test_what_is_no_data_is_told_what_would_be():

@@ -36,6 +36,14 @@ def test_any_integers_do_contiguous_or_not(dtype):
     assert weights.tolist() == [1 / 8, 1 / 4]
 
 
+@pytest.mark.parametrize("wrong", [None, 3, ["token_mean"], b"token_mean", "\udcff"])
+def test_what_is_no_mode_is_told_the_modes(wrong):
+    with pytest.raises(
+        rollpack.PlanError, match=r"^loss_aggregation is '.*'; it has to be one of sample_mean, prompt_mean,"
+    ):
+        rollpack.sample_weights(wrong, rollout_mask_sums=[1], num_rollouts=1)
+
+
 def test_either_of_the_mask_sums_tells_how_many_samples_there_are():
     assert rollpack.sample_weights("token_mean", prompt_mask_sums=[1, 3], num_tokens=4).tolist() == [0.25, 0.25]
     assert rollpack.sample_weights("token_mean", rollout_mask_sums=[1, 3, 3], num_tokens=4).tolist() == [0.25] * 3

@@ -77,6 +77,16 @@ def test_a_dataset_is_planned_and_packed_as_the_table_would_be(cluster):
             ]
 
 
+def test_a_shard_packs_for_its_own_rank_only(cluster):
+    ds = dataset()
+    plan = rollpack.plan(cluster.summarize(ds), micro_batch_size=4, dp_size=2)
+    shard = cluster.shards(ds, plan)[0]
+    same(shard.micro_batches(dp_rank=0), rollpack.pack(TABLE, plan, dp_rank=0))
+    for device in ({}, {"device": "cpu"}):
+        with pytest.raises(rollpack.PlanError, match="^this shard is what dp_rank 0 packs, and dp_rank 1 was asked for"):
+            shard.micro_batches(dp_rank=1, **device)
+
+
 def test_only_the_rows_and_columns_of_a_rank_are_fetched(cluster, monkeypatch):
     ds = dataset()
     plan = rollpack.plan(cluster.summarize(ds), micro_batch_size=1, dp_size=24)
@@ -108,6 +118,41 @@ def test_a_fault_is_named_by_its_row_in_the_dataset(cluster):
     plan = rollpack.plan(TABLE, micro_batch_size=24)
     with pytest.raises(rollpack.DataError, match="24 rows were planned, and the dataset has 20"):
         cluster.shards(dataset(TABLE.slice(0, 20)), plan)
+
+
+@pytest.mark.parametrize("union", [False, True])
+def test_blocks_that_differ_in_columns_are_named(cluster, union):
+    bare = TABLE.drop_columns(["loss_mask"]).append_column("response_length", pa.array([1] * 24))
+
+    def mixed(*tables):
+        made = ray.data.from_arrow
+        return made(tables[0]).union(*map(made, tables[1:])) if union else made(tables)
+
+    with pytest.raises(rollpack.SchemaError, match="loss_mask, rollout_id in source 0 and tokens, response_length") as third:
+        cluster.summarize(mixed(TABLE, TABLE, bare))
+    assert "rollout_id in source 2;" in str(third.value)
+    with pytest.raises(rollpack.SchemaError, match="the sources are the blocks of the dataset, by number") as differ:
+        cluster.summarize(mixed(bare, TABLE))
+    assert differ.value.column == "response_length"  # the first that only one of them has
+    with pytest.raises(rollpack.SchemaError, match="^block 1: column 'tokens': is missing") as missing:
+        cluster.summarize(mixed(TABLE, TABLE.drop_columns(["tokens"])))
+    assert missing.value.column == "tokens"
+    with pytest.raises(rollpack.SchemaError, match="the rollout_key is rollout_id in source 0 and none in source 1") as key:
+        cluster.summarize(mixed(TABLE, TABLE.drop_columns(["rollout_id"])))
+    assert key.value.column == "rollout_id"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"groups": ("source", "group_index")}, {"rollout_key": ("source", "rollout_id")}, {"rollout_key": "source"}],
+)
+def test_blocks_are_no_sources_of_ids(cluster, arguments):
+    for table in (TABLE, TABLE.append_column("source", TABLE["group_index"])):
+        with pytest.raises(rollpack.RollpackError, match="'source' is the block of a dataset, and where Ray cuts blocks"):
+            cluster.summarize(dataset(table), **arguments)
+    with pytest.raises(rollpack.RollpackError, match="^groups is None; it has to be True, False"):
+        cluster.summarize(dataset(), groups=None)
+    assert cluster.summarize(dataset(), groups="group_index").group_key == ("group_index",)
 
 
 def test_what_is_no_dataset_or_no_plan_is_refused(cluster):

@@ -81,6 +81,23 @@ def main(rank, store, out):
     except rollpack.RollpackError as error:
         found["added"] = str(error)
 
+    def of_one(batches, masks):
+        """What is wrong on rank 1 alone, as all are told of it."""
+        try:
+            LossReducer(backend="fsdp", denominators="current").set_masks(batches, masks, cut=True)
+        except rollpack.RollpackError as error:
+            return f"{type(error).__name__}: {error}"
+
+    right = [b.loss_mask for b in batches]
+    found["wrong on rank 1"] = [
+        of_one(batches, [m[1:] if rank == 1 else m for m in right]),
+        of_one(batches, [m.float() if rank == 1 else m for m in right]),
+        of_one(batches, right[:-1] if rank == 1 else right),
+        of_one(batches, [] if rank == 1 else right),
+        of_one(batches[1:] if rank == 1 else batches, right),
+    ]
+    found["wrong on none"] = of_one(batches, right)
+
     def reduced(backend, dp_size):
         of = rollpack.plan(table, micro_batch_size=4, dp_size=dp_size, placeholders=True)
         (batch,) = rollpack.pack(table, of, dp_rank=dp_size - 1, token_columns=["loss"])

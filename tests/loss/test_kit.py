@@ -643,8 +643,11 @@ def test_wrong_use_is_told():
         check_reducer(plain("sample_mean"), group_size=0)
     with pytest.raises(rollpack.PlanError, match="divisor"):
         check_reducer(plain("constant"), loss_aggregation="constant")
-    with pytest.raises(rollpack.PlanError, match="loss_aggregation"):
-        check_reducer(plain("sample_mean"), loss_aggregation="mean")
+    for mode in ("mean", "token_mean_legacy", "trl:dapo"):
+        with pytest.raises(
+            rollpack.PlanError, match=f"^loss_aggregation is '{mode}'; what is held .* is one of sample_mean,"
+        ):
+            check_reducer(plain("sample_mean"), loss_aggregation=mode)
     with pytest.raises(TypeError, match="the reducer returned 1.0; it has to be a 0-d tensor"):
         check_reducer(lambda *_: 1.0)
     with pytest.raises(KeyError):  # a typo of one's own is no finding

@@ -155,6 +155,22 @@ def test_a_token_that_is_added_on_one_rank_is_told_on_all(ranks):
         assert "masks of all ranks have 1 tokens that the plan does not train" in found["added"]
 
 
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(ranks):
+    own = [
+        r"RollpackError: masks\[0\] is torch.bool of shape",
+        r"RollpackError: masks\[0\] is torch.float32",
+        "RollpackError: there are 2 micro-batches and 1 masks",
+        "RollpackError: there are 2 micro-batches and 0 masks",
+        "PlanError: step 0 has 2 micro-batches on this rank, and 0 did not come",
+    ]
+    for rank, found in enumerate(ranks):
+        assert found["wrong on none"] is None
+        for text, told in zip(own, found["wrong on rank 1"], strict=True):
+            assert re.match(
+                text if rank == 1 else "RollpackError: set_masks failed on 1 of the other ranks: the error", told
+            )
+
+
 def test_ranks_that_are_said_and_processes_of_other_kinds_are_right(ranks):
     for found in ranks:
         assert [len(rows) for rows in found["rows"]] == [1, 1]  # of four samples on two dp ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rollpack._errors import DataError, SchemaError
+from rollpack._errors import DataError, SchemaError, printable
 from rollpack._sources.files import of_arrow_file, of_parquet
 from rollpack._sources.parts import Batches, Part, sound
+from rollpack._sources.remote import is_object_ref
 from rollpack._sources.request import ROLES
 
 
@@ -26,7 +28,8 @@ def _of_table(table: pa.Table | pa.RecordBatch) -> Part:
 
 
 def of_columns(names: Sequence[str], column: Callable[[str], Any], num_rows: int | None = None) -> Part:
-    """Columns of Python or numpy values. Those that are not read need not fit into Arrow."""
+    """Columns of Python or numpy values. Those that are not read need not fit into Arrow, nor their names into UTF-8."""
+    names = [name for name in names if printable(name) == name]
 
     def convert(name: str) -> Any:
         values = column(name)
@@ -73,6 +76,11 @@ def of_object(data: Any) -> Part:
         return Part(lambda *_: data)
     if hasattr(data, "__arrow_c_array__"):
         return _of_table(pa.record_batch(data))
+    if isinstance(data, Mapping) and data and all(map(_is_data, data.values())):
+        raise DataError(
+            "this is a dict of data by name, and not of columns: summarize each, rollpack.summarize(data, source=name), "
+            "plan rollpack.Summary.concat(...) of them, and pass the dict to pack"
+        )
     if isinstance(data, Mapping) and all(isinstance(name, str) for name in data):
         return of_columns(list(data), lambda name: _array(data[name]))
     raise TypeError(
@@ -80,6 +88,14 @@ def of_object(data: Any) -> Part:
         "Table or reader, a polars or pandas DataFrame, a DuckDB result), a list of those, a Hugging Face dataset, a list "
         "of dicts or a dict of columns, or the path of Parquet, Arrow IPC or JSON-lines files"
     )
+
+
+def _is_data(value: Any) -> bool:
+    """Whether this is rows of several columns, and no column."""
+    if isinstance(value, list):
+        return bool(value) and all(map(_is_data, value))
+    whole = hasattr(value, "__arrow_c_stream__") and not any(hasattr(value, name) for name in ("type", "dtype"))
+    return whole or isinstance(value, str | os.PathLike | Mapping) or hasattr(value, "columns") or is_object_ref(value)
 
 
 def _of_pyarrow(data: Any) -> Part | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from rollpack._errors import SchemaError, printable
+
 #: The columns that a role can be mapped to, in the order of the documentation.
 ROLES = ("tokens", "response_length", "loss_mask", "rollout_id", "group_index")
 
@@ -30,6 +32,10 @@ class Request:
         sample_columns: Sequence[str] = (),
     ) -> Request:
         """From the arguments of the public functions. A key that names the group reads the groups."""
+        if not isinstance(columns, Mapping | None):
+            raise TypeError(f"columns is {columns!r}; it has to map roles to names, as {{'tokens': 'input_ids'}}")
+        for role, name in (columns or {}).items():
+            _check_names("columns", [role] if name is None else [role, name])
         key = _names("rollout_key", rollout_key)
         return cls(
             columns=dict(columns or {}),
@@ -52,7 +58,13 @@ def _names(argument: str, names: str | Sequence[str]) -> tuple[str, ...]:
     if not isinstance(names, str | Sequence):
         raise TypeError(f"{argument} is {names!r}; it has to be a column name or a sequence of them")
     names = (names,) if isinstance(names, str) else tuple(names)
+    _check_names(argument, names)
+    return names
+
+
+def _check_names(argument: str, names: Sequence[str]) -> None:
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"{argument} holds {name!r}; column names are strings")
-    return names
+        if printable(name) != name:
+            raise SchemaError(f"{argument} holds {name!r}, and no column has a name that UTF-8 cannot hold", name)

@@ -1,14 +1,13 @@
 # PYTHON_ARGCOMPLETE_OK
 """``rollpack`` on the command line: a file a command, each with ``add_parser`` and ``run``.
 
-Exit status: 0 all is well, 1 the command ran and what it looked at is not in order, 2 bad input or usage (one line on
-stderr), 128 + n ended by signal n: 130 Ctrl-C, 143 SIGTERM, 141 the reader of stdout has left.
+Exit status: 0 all is well, 1 the command ran and what it looked at is not in order, 2 bad input or usage, or output that is
+lost (one line on stderr), 128 + n ended by signal n: 130 Ctrl-C, 143 SIGTERM, 141 the reader of stdout has left.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import signal
 import sys
@@ -20,13 +19,13 @@ import pyarrow as pa
 
 import rollpack
 from rollpack._errors import RollpackError
+from rollpack._signals import Stopped, asked, heed_no_more, stopping
 from rollpack.cli import demo, inspect, pack, plan, report, simulate, verify
 from rollpack.cli._arguments import add_common
 from rollpack.cli._completion import complete
 from rollpack.cli._language import flags_of, spoken
-from rollpack.cli._output import bad, one_line
+from rollpack.cli._output import bad, one_line, settle, tell
 from rollpack.cli._parser import Parser
-from rollpack.cli._signals import Stopped, asked, heed_no_more, stopping
 
 _COMMANDS = (inspect, plan, simulate, pack, verify, report, demo)
 
@@ -49,8 +48,8 @@ FORCE_COLOR and TERM=dumb are respected.
 Completion in bash or zsh: pip install 'rollpack[cli]', then put into ~/.bashrc or ~/.zshrc:
   eval "$(register-python-argcomplete rollpack)"
 
-Exit status: 0 well, 1 faults were found, 2 bad input or usage, 130 interrupted by Ctrl-C, 143 terminated, 141 the reader
-of stdout has left. A command that did not end well leaves no file half-written.
+Exit status: 0 well, 1 faults were found, 2 bad input or usage or lost output, 130 interrupted by Ctrl-C, 143 terminated,
+141 the reader of stdout has left. A command that did not end well leaves no file half-written.
 """
 
 
@@ -70,7 +69,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
         except BrokenPipeError:
-            _silence_stdout()
             return 128 + signal.SIGPIPE
         except KeyboardInterrupt as stop:
             return _stopped(stop.number if isinstance(stop, Stopped) else signal.SIGINT)
@@ -81,17 +79,19 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise
             _tell("error", say(one_line(error)))
             return 2
+        finally:
+            settle()
     return status
 
 
 def _stopped(number: int) -> int:
     heed_no_more()
-    print(f"rollpack: {'interrupted' if number == signal.SIGINT else 'terminated'}", file=sys.stderr)
+    tell(f"rollpack: {'interrupted' if number == signal.SIGINT else 'terminated'}")
     return 128 + number
 
 
 def _tell(what: str, text: str) -> None:
-    print(f"{bad(f'rollpack: {what}:', sys.stderr)} {text}", file=sys.stderr)
+    tell(f"{bad(f'rollpack: {what}:', sys.stderr)} {text}")
 
 
 def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -114,7 +114,7 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     if "_ARGCOMPLETE" in os.environ:
         complete(parser, commands.values())
     if not (sys.argv[1:] if argv is None else argv):
-        parser.print_help(sys.stderr)
+        tell(parser.format_help().rstrip())
         raise SystemExit(2)
     arguments, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -123,9 +123,3 @@ def _parsed(argv: Sequence[str] | None) -> argparse.Namespace:
         commands.get(arguments.of, parser).print_help()
         raise SystemExit
     return arguments
-
-
-def _silence_stdout() -> None:
-    """Lets the interpreter's last flush of stdout go nowhere: the reader has left."""
-    with contextlib.suppress(OSError, ValueError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

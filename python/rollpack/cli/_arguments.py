@@ -101,6 +101,14 @@ def sizes(text: str) -> list[int]:
     return parts
 
 
+def layouts(text: str) -> list[str]:
+    """``zigzag,contiguous`` → a list of some of :data:`LAYOUTS`."""
+    parts = text.split(",")
+    if not set(parts) <= set(LAYOUTS):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of {' and '.join(LAYOUTS)}")
+    return parts
+
+
 def _columns(text: str) -> list[tuple[str, str | None]]:
     pairs = []
     for pair in text.split(","):
@@ -131,6 +139,9 @@ def _cost(text: str) -> str | CostModel:
         raise argparse.ArgumentTypeError(f"{text!r} is neither {known} nor LINEAR,QUADRATIC in integers") from None
 
 
+#: How sequences are cut over context-parallel ranks.
+LAYOUTS = ["zigzag", "contiguous"]
+
 #: Argument of plan → how its flag is read, what stands for the value, and what it does.
 PLAN_FLAGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "loss_aggregation": (str, "MODE", "sample_mean, prompt_mean, token_mean or constant; or a trainer's, as trl:dapo"),
@@ -140,7 +151,7 @@ PLAN_FLAGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "micro_batch_size": (_integer, "N", "or at most N samples; exactly one of the two is needed"),
     "dp_size": (_integer, "D", "data-parallel ranks"),
     "cp_size": (_integer, "C", "context-parallel ranks"),
-    "layout": (str, "zigzag|contiguous", "how sequences are cut over context-parallel ranks"),
+    "layout": (str, "|".join(LAYOUTS), "how sequences are cut over context-parallel ranks"),
     "global_batch_size": (_integer, "N", "rollouts a step; without it, all is one step"),
     "prompts_per_step": (_integer, "N", "or whole prompt groups a step"),
     "remainder": (str, "error|drop|keep", "what to do with an incomplete last step"),

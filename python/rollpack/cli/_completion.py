@@ -24,14 +24,26 @@ def complete(parser: argparse.ArgumentParser, commands: Iterable[argparse.Argume
 
 def choices(action: argparse.Action) -> list[str]:
     """The words that a flag takes; none if it takes other values."""
-    if action.dest == "loss_aggregation":
+    if action.dest in {"loss_aggregation", "modes"}:
         return [*OURS, *(name for name, mode in MODES.items() if mode.mode is not None)]
     if action.dest == "columns":
         return [f"{role}=" for role in ROLES]
     # Elsewhere the help shows them, as count|skip. Those in capitals stand for a value.
-    words = action.metavar.split("|") if isinstance(action.metavar, str) and "|" in action.metavar else []
-    return [word for word in words if not word.isupper()]
+    words = _shown(action).removesuffix(_MORE).split("|")
+    return [word for word in words if word and not word.isupper()]
+
+
+#: What the help shows at the end of a list.
+_MORE = ",..."
+
+
+def _shown(action: argparse.Action) -> str:
+    return action.metavar if isinstance(action.metavar, str) else ""
 
 
 def _completer(action: argparse.Action) -> Callable[..., list[str]]:
-    return lambda **_: choices(action)
+    def complete(prefix: str, **_: object) -> list[str]:
+        listed = prefix[: prefix.rfind(",") + 1] if _shown(action).endswith(_MORE) else ""
+        return [listed + word for word in choices(action)]
+
+    return complete

@@ -7,19 +7,51 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
+
+from rollpack._errors import RollpackError
 
 
 def say(line: str = "") -> None:
     """Print a line on stdout; characters that it cannot show are escaped."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(line.encode(encoding, "backslashreplace").decode(encoding))
+    write(line.encode(encoding, "backslashreplace").decode(encoding) + "\n")
 
 
 def say_json(document: dict[str, Any]) -> None:
     """Print one JSON document on stdout."""
-    print(json.dumps(document, allow_nan=False))
+    write(json.dumps(document, allow_nan=False) + "\n")
+
+
+def write(text: str) -> None:
+    """Write on stdout.
+
+    Raises:
+        RollpackError: it was closed before the start.
+    """
+    if sys.stdout is None:
+        raise RollpackError(
+            "stdout is closed, and what this command prints would be lost; send it to a file or to /dev/null"
+        )
+    sys.stdout.write(text)
+
+
+def tell(line: str) -> None:
+    """Print a line on stderr, if somebody hears it."""
+    if sys.stderr is not None:  # print would take stdout
+        with suppress(OSError):
+            print(line, file=sys.stderr)
+
+
+def settle() -> None:
+    """What nobody can take any more goes nowhere: the interpreter's own last flush would end with 120 and a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            if stream is not None and not stream.closed:
+                stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def table(rows: Sequence[Sequence[str]]) -> list[str]:

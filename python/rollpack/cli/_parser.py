@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from rollpack._errors import printable
 from rollpack.cli._arguments import UsageError
+from rollpack.cli._output import write
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,6 +25,9 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UsageError`."""
         raise UsageError(f"{message} (see {self.prog} --help)")
+
+    def _print_message(self, message: str, file: object = None) -> None:  # noqa: ARG002
+        write(message)  # argparse passes over what stdout does not take
 
     def refuse(self, unknown: list[str]) -> NoReturn:
         """Say that these arguments are not known."""

@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rollpack._text import counted
 from rollpack.cli._arguments import add_input, add_json, input_options
 from rollpack.cli._input import Input
 from rollpack.cli._output import bad, good, progress, say, say_json, table
@@ -73,7 +74,7 @@ def document(found: Inspection, paths: list[Path]) -> dict[str, Any]:
 
 def _overview(found: Inspection, paths: list[Path]) -> list[str]:
     if found.sound_rows == 0:
-        read = "rows" if found.rows is None else f"{_count(found.rows, 'row')}"
+        read = "rows" if found.rows is None else counted(found.rows, "row")
         return [f"{_files(paths)}: {read}, and none without a fault"]
     whose = ", each row of its own" if not found.rollout_key else f" by {', '.join(found.rollout_key)}"
     rows = [
@@ -85,13 +86,13 @@ def _overview(found: Inspection, paths: list[Path]) -> list[str]:
         ["  response", f"{found.response_tokens:,}"],
         ["  trained", f"{found.trained_tokens:,}"],
         ["mask density", f"{_percent(found.trained_of_response)} of response, {_percent(found.trained_of_all)} of all"],
-        ["fan-out", f"{_count(found.fanned_out, 'rollout')} of several samples ({_percent(found.fanned_out_share)})"],
+        ["fan-out", f"{counted(found.fanned_out, 'rollout')} of several samples ({_percent(found.fanned_out_share)})"],
     ]
     if found.groups is not None:
         rows.append(["groups of one", f"{found.groups_of_one:,}"])
-    untrained = [_count(found.untrained_samples, "sample"), _count(found.untrained_rollouts, "rollout")]
+    untrained = [counted(found.untrained_samples, "sample"), counted(found.untrained_rollouts, "rollout")]
     if found.untrained_groups is not None:
-        untrained.append(_count(found.untrained_groups, "group"))
+        untrained.append(counted(found.untrained_groups, "group"))
     rows.append(["nothing trained in", ", ".join(untrained)])
     width = max(len(name) for name, _ in rows)
     return [_files(paths), *(f"{name.ljust(width)}  {value}" for name, value in rows), "", *_spreads(found)]
@@ -117,7 +118,7 @@ def _faults(faults: list[Fault], paths: list[Path]) -> list[str]:
     """The faults, those of a kind together, the first of each kind in full."""
     if not faults:
         return ["", good("no faults")]
-    lines = ["", bad(_count(len(faults), "fault"))]
+    lines = ["", bad(counted(len(faults), "fault"))]
     for alike in kinds(faults):
         lines += [f"  {place(fault, paths)}{fault.message}" for fault in alike[:SHOWN]]
         if len(alike) > SHOWN:
@@ -137,10 +138,6 @@ def place(fault: Fault, paths: list[Path]) -> str:
 
 def _files(paths: list[Path]) -> str:
     return str(paths[0]) if len(paths) == 1 else f"{len(paths)} files, {paths[0]} to {paths[-1]}"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
 
 
 def _percent(share: float | None) -> str:

@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from rollpack._text import counted
 from rollpack.cli import plan as planning
 from rollpack.cli._arguments import UsageError, add_input, add_json, add_plan_options, flag, names, plan_options
 from rollpack.cli._input import Input
@@ -67,7 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 0
     say(repr(plan))
     rows = [[str(path), bytes_text(size)] for path, size in zip(written, sizes, strict=True)]
-    for line in table([*rows, [f"{len(written)} files", bytes_text(sum(sizes))]]):
+    for line in table([*rows, [counted(len(written), "file"), bytes_text(sum(sizes))]]):
         say(line)
     return 0
 

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollpack._files import check_place
+from rollpack._text import counted
 from rollpack.cli._arguments import UsageError, add_input, add_json, add_plan_options, plan_options
 from rollpack.cli._input import Input
 from rollpack.cli._output import progress, say, say_json, table
@@ -116,5 +117,5 @@ def _steps(made: Plan, tokens: npt.NDArray[np.int64]) -> list[str]:
         rows.append([str(number), *counts, f"{ranks.min():,}", f"{ranks.mean():,.0f}", f"{ranks.max():,}"])
     lines = table(rows)
     if len(made.steps) > _SHOWN:
-        lines.append(f"... and {len(made.steps) - _SHOWN:,} more steps (--json has all)")
+        lines.append(f"... and {counted(len(made.steps) - _SHOWN, 'more step')} (--json has all)")
     return lines

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from rollpack._text import counted
 from rollpack.cli._arguments import (
     UsageError,
     add_input,
@@ -27,15 +28,13 @@ from rollpack.cost import MODELS, CostModel
 from rollpack.names import takes_divisor
 from rollpack.simulation import DEVICES, TRAINERS, Prediction, Setting, Simulation, simulate
 
-_EPILOG = f"""\
+_EPILOG = """\
 examples:
   rollpack simulate rollouts.parquet --model qwen2.5-7b --device h100 --dp-sizes 8,16 --cp-sizes 1,2 --budgets 8192,16384
   rollpack simulate rollouts.parquet --layers 32 --hidden 4096 --heads 32 --kv-heads 8 --ffn 14336 --vocab 128256 \\
       --device 400e12 --trainer ddp --dp-sizes 8 --budgets 16384 --overhead 0.05
   rollpack simulate 'shards/*.parquet' --model qwen3-8b --device h200 --modes sample_mean,prompt_mean \\
       --prompts-per-step 64 --dp-sizes 8 --budgets 16384,32768 --json
-
-models: {", ".join(MODELS)}; devices: {", ".join(DEVICES)}, or a peak in FLOP/s
 
 A micro-batch takes FLOPs / (cp size x peak x mfu) + overhead. Under fsdp ranks wait at each micro-batch, under ddp and
 pipeline once a step. Best is what takes the fewest GPU-seconds for the same rollouts: of as many GPUs, the shortest time.
@@ -57,7 +56,7 @@ _FLAGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "cp_sizes": (sizes, "C,...", "context-parallel sizes"),
     "budgets": (sizes, "N,...", "max_tokens_per_gpu"),
     "modes": (names, "MODE,...", "loss_aggregation"),
-    "device": (_device, "NAME|FLOPS", "a GPU by name, or its peak in FLOP/s"),
+    "device": (_device, "|".join([*DEVICES, "FLOPS"]), "a GPU by name, or its peak in FLOP/s"),
     "mfu": (float, "X", "the share of the peak that is used"),
     "overhead": (float, "SECONDS", "what a micro-batch takes beside its FLOPs"),
     "trainer": (str, "|".join(TRAINERS), "where dp ranks wait for each other"),
@@ -92,7 +91,7 @@ def add_parser(subparsers: argparse._SubParsersAction[Any]) -> None:
             flag(name), type=kind, required=needed, default=argparse.SUPPRESS, metavar=metavar, help=what + shown
         )
     group = parser.add_argument_group("model (as the arguments of CostModel.of_transformer)")
-    group.add_argument("--model", metavar="NAME", help="by name, or by the sizes that follow")
+    group.add_argument("--model", metavar="|".join(MODELS), help="by name, or by the sizes that follow")
     for name, what in _TRANSFORMER.items():
         group.add_argument(flag(name), type=int, default=argparse.SUPPRESS, metavar="N", help=what)
     add_plan_options(parser, without=_SET)
@@ -165,7 +164,7 @@ def _lines(paths: list[Path], made: Simulation, command: str) -> list[str]:
     ]
     if len(made.best_by_gpus) > 1:
         lines += [
-            f"shortest on {gpus:,} GPU{'' if gpus == 1 else 's'}: {best.setting}: {best.step_seconds:.4g} s a step"
+            f"shortest on {counted(gpus, 'GPU')}: {best.setting}: {best.step_seconds:.4g} s a step"
             for gpus, best in made.best_by_gpus.items()
         ]
     return [*lines, command]

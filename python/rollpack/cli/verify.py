@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rollpack._errors import RollpackError, SchemaError
-from rollpack.cli._arguments import add_input, add_json, input_options, names, sizes
+from rollpack._text import counted
+from rollpack.cli._arguments import LAYOUTS, add_input, add_json, input_options, layouts, sizes
 from rollpack.cli._input import Input
 from rollpack.cli._output import bad, good, progress, say, say_json, table
 from rollpack.names import OURS
@@ -43,7 +44,7 @@ def add_cuts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cuts")
     group.add_argument("--dp-sizes", type=sizes, default=[1, 2, 4, 8], metavar="D,...", help="default: 1,2,4,8")
     group.add_argument("--cp-sizes", type=sizes, default=[1, 2, 4], metavar="C,...", help="default: 1,2,4")
-    group.add_argument("--layouts", type=names, default=["zigzag", "contiguous"], metavar="NAME,...", help="default: both")
+    group.add_argument("--layouts", type=layouts, default=LAYOUTS, metavar=f"{'|'.join(LAYOUTS)},...", help="default: both")
     group.add_argument(
         "--budgets", type=sizes, default=None, metavar="N,...", help="max_tokens_per_gpu; default: three that suit the data"
     )
@@ -125,7 +126,7 @@ def _lines(
         rows.append([agreement.loss_aggregation, f"{agreement.reference:.12f}", *deviations])
     lines = [
         f"{what}: {summary!r}",
-        f"{len(cuts)} cuts: dp {shown(dp)} x cp {shown(cp)} x {shown(layouts)} x {shown(limits)} tokens per GPU",
+        f"{counted(len(cuts), 'cut')}: dp {shown(dp)} x cp {shown(cp)} x {shown(layouts)} x {shown(limits)} tokens per GPU",
         f"largest deviation from float64 (constant: L = {divisor:g}):",
         *table(rows),
     ]

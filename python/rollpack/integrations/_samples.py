@@ -17,6 +17,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rollpack._errors import DataError
+from rollpack._text import counted
 from rollpack.planning import plan
 
 #: What becomes a column of its own. All else of a sample goes into one column of JSON.
@@ -160,8 +161,8 @@ def _flatten(samples: Iterable[Any]) -> Iterable[Any]:
 def _mask(row: int, sample: Any) -> list[int]:
     if sample.loss_mask is not None and len(sample.loss_mask) != sample.response_length:
         raise DataError(
-            f"column 'loss_mask', row {row}: it has {len(sample.loss_mask)} values, and the response "
-            f"{sample.response_length} tokens",
+            f"column 'loss_mask', row {row}: it has {counted(len(sample.loss_mask), 'value')}, and the response "
+            f"{counted(sample.response_length, 'token')}",
             column="loss_mask",
             row=row,
         )

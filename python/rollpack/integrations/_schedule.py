@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from rollpack._errors import DataError
+from rollpack._text import counted
 from rollpack.integrations.padded import lengths_table
 from rollpack.planning import plan
 
@@ -31,7 +32,8 @@ class Schedule(NamedTuple):
     def __repr__(self) -> str:
         samples = sum(map(len, self.partitions))
         return (
-            f"Schedule({samples:,} samples, {len(self.partitions)} dp ranks, micro-batches a step {self.num_microbatches})"
+            f"Schedule({counted(samples, 'sample')}, {counted(len(self.partitions), 'dp rank')}, micro-batches a step "
+            f"{self.num_microbatches})"
         )
 
     def steps(self) -> list[list[int]]:

@@ -9,6 +9,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from rollpack._text import noun
 from rollpack.report import plots
 from rollpack.schedule import Schedule
 
@@ -44,8 +45,11 @@ def page(numbers: dict[str, Any], made: Schedule | None) -> str:
         shown = "–" if value is None else _FORMATS[kind](value)
         return Markup('<span data-number="{}" data-value="{}">{}</span>').format(path, json.dumps(value), shown)
 
+    def counted(path: str, singular: str) -> Markup:
+        return number(path) + " " + noun(look_up(numbers, path), singular)
+
     text: str = environment.get_template("page.html").render(
-        **numbers, number=number, plots=_pictures(numbers, made), drawn=made and plots.drawn(made)
+        **numbers, number=number, counted=counted, plots=_pictures(numbers, made), drawn=made and plots.drawn(made)
     )
     return text
 

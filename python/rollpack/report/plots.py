@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
+from rollpack._text import counted
 from rollpack.schedule import Schedule
 
 #: Stands for the page's own colour while drawing.
@@ -225,7 +226,7 @@ def _hint(made: Schedule, rank: int, micro_batches: range, fill: float) -> str:
     which = _range(micro_batches[0], micro_batches[-1])
     tokens = int(made.tokens[rank, micro_batches[0] : micro_batches[-1] + 1].sum())
     over = ", over the budget" if fill > 1 else ""
-    return f"dp rank {rank}, micro-batch {which}: {tokens:,} tokens, fill {fill:.1%}{over}\nrows {named}"
+    return f"dp rank {rank}, micro-batch {which}: {counted(tokens, 'token')}, fill {fill:.1%}{over}\nrows {named}"
 
 
 def _range(low: int, high: int) -> str:

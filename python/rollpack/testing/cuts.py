@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from rollpack._text import counted
 from rollpack.planning import plan
 from rollpack.plans import Plan
 
@@ -22,7 +23,7 @@ class Cut(NamedTuple):
         return plan(data_or_summary, oversize="alone", placeholders=True, **self._asdict(), **arguments)
 
     def __str__(self) -> str:
-        return f"dp {self.dp_size} x cp {self.cp_size}, {self.layout}, {self.max_tokens_per_gpu} tokens per GPU"
+        return f"dp {self.dp_size} x cp {self.cp_size}, {self.layout}, {counted(self.max_tokens_per_gpu, 'token')} per GPU"
 
 
 def cuts(

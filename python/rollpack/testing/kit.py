@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from rollpack._errors import PlanError
+from rollpack._text import counted
 from rollpack.packing import MicroBatch
 from rollpack.testing import faults
 from rollpack.testing.faults import Fault, Layout
@@ -117,7 +118,8 @@ class TrainingStep:
 
     def __repr__(self) -> str:
         first = self.ranks[0][0]
-        return f"TrainingStep({first.dp_size} x {first.cp_size} dp x cp ranks, {len(self.ranks[0])} micro-batches on each)"
+        micro_batches = counted(len(self.ranks[0]), "micro-batch")
+        return f"TrainingStep({first.dp_size} x {first.cp_size} dp x cp ranks, {micro_batches} on each)"
 
     def model(self) -> Model:
         """A new copy of the model, for a rank to run forward and backward."""

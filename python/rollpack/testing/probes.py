@@ -16,7 +16,7 @@ from rollpack.packing import MicroBatch, Packer
 from rollpack.summary import Summary, summarize
 from rollpack.testing.cuts import Cut
 from rollpack.testing.rollouts import Rollouts, make_rollouts
-from rollpack.testing.truth import Floats, Truth
+from rollpack.testing.truth import Floats, Truth, check_mode
 
 #: What each sample carries along, beside what is in every micro-batch.
 SAMPLE_COLUMNS = ("rollout_id", "group_index", "response_length")
@@ -30,6 +30,9 @@ class Target:
     loss_aggregation: str
     divisor: float | None
     empty: str
+
+    def __post_init__(self) -> None:
+        check_mode(self.loss_aggregation)
 
 
 class Probe(NamedTuple):

@@ -13,6 +13,7 @@ import pyarrow as pa
 from rollpack import _reference
 from rollpack._errors import RollpackError
 from rollpack._sources import Request, Source
+from rollpack._text import counted
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,8 @@ class Rollouts:
     def __repr__(self) -> str:
         trained = sum(int(mask.sum()) for mask in self.masks)
         groups = "without groups" if self.groups is None else "with groups"
-        return f"Rollouts({len(self.lengths):,} samples, {int(self.lengths.sum()):,} tokens, {trained:,} trained, {groups})"
+        tokens = counted(int(self.lengths.sum()), "token")
+        return f"Rollouts({counted(len(self.lengths), 'sample')}, {tokens}, {trained:,} trained, {groups})"
 
     @classmethod
     def read(

@@ -9,10 +9,22 @@ import numpy.typing as npt
 import torch
 
 from rollpack import _reference
+from rollpack._errors import PlanError
+from rollpack.names import OURS
 from rollpack.packing import MicroBatch
 from rollpack.testing.rollouts import Rollouts, token_losses
 
 Floats = npt.NDArray[np.float64]
+
+
+def check_mode(mode: str) -> None:
+    """Refuse a mode that the reference does not know.
+
+    Raises:
+        PlanError: it is none of ours, or depends on the cut.
+    """
+    if mode not in OURS:
+        raise PlanError(f"loss_aggregation is {mode!r}; what is held against the reference is one of {', '.join(OURS)}")
 
 
 class Truth:

@@ -16,7 +16,7 @@ from rollpack.packing import MicroBatch, Packer
 from rollpack.summary import summarize
 from rollpack.testing.cuts import Cut
 from rollpack.testing.rollouts import Rollouts
-from rollpack.testing.truth import Observed, Truth
+from rollpack.testing.truth import Observed, Truth, check_mode
 from rollpack.torch import LossReducer
 
 #: The largest deviation that counts as agreement.
@@ -95,7 +95,12 @@ def verify(
 
     Returns:
         One :class:`Agreement` a mode.
+
+    Raises:
+        PlanError: the reference knows no such mode, or as for :func:`rollpack.plan`.
     """
+    for mode in modes:
+        check_mode(mode)
     reduce = reduce or LossReducer(backend="none")
     truth = Truth(Rollouts.read(data, columns=columns, rollout_key=rollout_key), divisor, empty)
     summary = summarize(data, groups="prompt_mean" in modes, columns=columns, rollout_key=rollout_key)

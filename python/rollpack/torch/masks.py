@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollpack._errors import PlanError, RollpackError
@@ -49,36 +50,53 @@ class StepMasks:
     """
 
     def __init__(
-        self, micro_batches: Sequence[MicroBatch[Any]], masks: Sequence[torch.Tensor], *, cut: bool, mesh: Mesh | None
+        self,
+        micro_batches: Sequence[MicroBatch[Any]],
+        masks: Sequence[torch.Tensor],
+        *,
+        cut: bool,
+        mesh: Mesh | None,
+        fault: Exception | None = None,
     ) -> None:
-        if len(micro_batches) != len(masks):
-            raise RollpackError(f"there are {len(micro_batches)} micro-batches and {len(masks)} masks; give one each")
+        """``fault``: what is wrong with this rank's step already."""
         first = micro_batches[0]
-        device = masks[0].device
         rollouts, prompts = first.num_indices
-        # All sums in one tensor, so that one collective a group is enough.
-        sums = torch.zeros(rollouts + (prompts or 0) + 1, dtype=torch.int64, device=device)
-        added = sums[-1:]  # tokens that the plan does not train
+        device = getattr(next(iter(masks), first.tokens), "device", "cpu")
+        # All sums in one tensor, so that one collective a group is enough: the mask sums, how many tokens are added to those
+        # of the plan, and how many ranks cannot go on. Those take part too, or the others would wait for them.
+        sums = torch.zeros(rollouts + (prompts or 0) + 2, dtype=torch.int64, device=device)
+        added, faults = sums[-2:-1], sums[-1:]
         self._masks: dict[int, torch.Tensor] = {}
-        for n, (micro_batch, mask) in enumerate(zip(micro_batches, masks, strict=True)):
-            local, per_sample, more = _local(f"masks[{n}]", micro_batch, mask, cut=cut)
-            added += more
-            self._masks[micro_batch.index] = local
-            if not micro_batch.is_placeholder:
-                sums.index_add_(0, as_tensor(micro_batch.rollout_indices, device), per_sample)
-                if prompts is not None:
-                    sums.index_add_(0, as_tensor(micro_batch.prompt_indices, device) + rollouts, per_sample)
+        try:
+            if fault is not None:
+                raise fault
+            if len(micro_batches) != len(masks):
+                raise RollpackError(f"there are {len(micro_batches)} micro-batches and {len(masks)} masks; give one each")
+            for n, (micro_batch, mask) in enumerate(zip(micro_batches, masks, strict=True)):
+                local, per_sample, more = _local(f"masks[{n}]", micro_batch, mask, cut=cut)
+                added += more
+                self._masks[micro_batch.index] = local
+                if not micro_batch.is_placeholder:
+                    sums.index_add_(0, as_tensor(micro_batch.rollout_indices, device), per_sample)
+                    if prompts is not None:
+                        sums.index_add_(0, as_tensor(micro_batch.prompt_indices, device) + rollouts, per_sample)
+        except Exception as error:  # whatever it is, the others are told
+            fault, faults[0] = error, 1
         for group in reducing_groups(mesh, first.dp_size * first.cp_size):
             torch.distributed.all_reduce(sums, group=group)
         self._step = first.plan_id, first.step
-        host = sums.cpu().numpy()
-        if host[-1]:
+        *counted, new, failed = np.split(sums.cpu().numpy(), [rollouts, -2, -1])
+        if fault is not None:
+            raise fault
+        if failed[0]:
+            raise RollpackError(f"set_masks failed on {failed[0]} of the other ranks: the error there says why")
+        if new[0]:
             raise RollpackError(
-                f"the masks of all ranks have {host[-1]} tokens that the plan does not train: changed masks take tokens out "
+                f"the masks of all ranks have {new[0]} tokens that the plan does not train: changed masks take tokens out "
                 "and add none. Is cut= right? True: of the token after each position, as micro_batch.loss_mask, to which a "
                 "mask of what to keep is joined by &. False: of the tokens themselves"
             )
-        self._rollout_sums, self._prompt_sums = host[:rollouts], host[rollouts:-1] if prompts is not None else None
+        self._rollout_sums, self._prompt_sums = counted[0], None if prompts is None else counted[1]
         self._num_tokens = int(self._rollout_sums.sum())
 
     def of(self, micro_batch: MicroBatch[Any], mode: str) -> tuple[torch.Tensor, Any]:

@@ -161,10 +161,23 @@ class LossReducer:
 
         Raises:
             PlanError: the reducer keeps original denominators, or micro-batches are missing or of different steps.
-            RollpackError: a mask has another dtype or shape; or, on every rank, the masks of one add tokens to the plan's.
+            RollpackError: a mask has another dtype or shape; or masks add tokens to the plan's. What is wrong on one rank is
+                an error on every rank, so that none waits for it.
         """
         if self.denominators != "current":
             raise PlanError("set_masks is for LossReducer(denominators='current'); loss_mask= keeps the original ones")
+        fault = None
+        try:
+            self._check_whole(micro_batches)
+        except PlanError as error:
+            if not micro_batches:
+                raise
+            fault = error
+        self._weights.clear()
+        self._masks = StepMasks(micro_batches, masks, cut=cut, mesh=self.mesh, fault=fault)
+
+    def _check_whole(self, micro_batches: Sequence[MicroBatch[Any]]) -> None:
+        """That these are all micro-batches of this rank in one step."""
         seen = _Seen()
         for micro_batch in micro_batches:
             check_ranks(self.mesh, micro_batch)
@@ -172,8 +185,6 @@ class LossReducer:
                 raise PlanError(f"micro-batch {micro_batch.index} is given twice, and would count twice in denominators")
             seen.add(micro_batch)
         seen.finish()
-        self._weights.clear()
-        self._masks = StepMasks(micro_batches, masks, cut=cut, mesh=self.mesh)
 
     def _factor(self, micro_batch: MicroBatch[Any]) -> int:
         backend, world = self.backend, num_processes()

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset, get_worker_info
 
 from rollpack._errors import PlanError, RollpackError
+from rollpack._text import counted
 from rollpack.packing import MicroBatch, Packer
 from rollpack.plans import Plan
 from rollpack.torch.batches import STAY_INT32, map_arrays, to_device, with_mode_weights
@@ -131,7 +132,7 @@ class MicroBatches(Iterator[MicroBatch[torch.Tensor]]):
         return self._number
 
     def __repr__(self) -> str:
-        return f"MicroBatches({self._number:,} micro-batches{', closed' if self._begin is None else ''})"
+        return f"MicroBatches({counted(self._number, 'micro-batch')}{', closed' if self._begin is None else ''})"
 
     def __iter__(self) -> MicroBatches:
         begin = self._begun()
@@ -344,7 +345,8 @@ class MicroBatchDataset(IterableDataset[MicroBatch[torch.Tensor]]):
 
     def __repr__(self) -> str:
         dp_rank, cp_rank = self._ranks
-        return f"MicroBatchDataset({len(self):,} micro-batches, step {self._step}, dp_rank {dp_rank}, cp_rank {cp_rank})"
+        micro_batches = counted(len(self), "micro-batch")
+        return f"MicroBatchDataset({micro_batches}, step {self._step}, dp_rank {dp_rank}, cp_rank {cp_rank})"
 
     def __iter__(self) -> Iterator[MicroBatch[torch.Tensor]]:
         worker = get_worker_info()

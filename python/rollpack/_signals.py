@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import threading
@@ -68,3 +69,15 @@ def _stop(number: int, _: FrameType | None) -> None:
 
 def _ask_again(*_: object) -> None:
     _stop(asked[-1], None)
+
+
+def _is_command() -> bool:
+    """Whether this process is ``rollpack`` or ``python -m rollpack``, and no other program that imports rollpack."""
+    program = os.path.basename((getattr(sys, "argv", None) or [""])[0])
+    return os.path.splitext(program)[0] == "rollpack" or (program == "-m" and "rollpack" in sys.orig_argv)
+
+
+# Importing takes so long that people press Ctrl-C meanwhile. Until :func:`stopping` begins nothing is half-written, and it
+# ends the command at once, without a traceback of imports.
+if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
