@@ -68,7 +68,7 @@ def summarize(
     with _in_order(blocks):
         for number, found in enumerate(blocks.iter_rows()):
             if found["error"]:
-                raise _located(pickle.loads(found["error"]), number, row)
+                raise _located(pickle.loads(found["error"]), number, row)  # noqa: S301 - a worker of ours made it
             summary = Summary.from_bytes(found["summary"])
             made.append(replace(summary, sources=((number, len(summary)),)))
             row += len(summary)
