@@ -222,10 +222,10 @@ KINDS = {
 
 def main(kind, folder, tries):
     make, name = KINDS[kind]
-    counts, slowest, before = Counter(), 0.0, time.monotonic()
+    counts, slowest, before = Counter(), 0.0, time.process_time()  # whatever else the machine does
     for found in make(name, folder, tries):
         counts[found] += 1
-        now = time.monotonic()
+        now = time.process_time()
         slowest, before = max(slowest, now - before), now
     print(json.dumps({"kind": kind, "tried": counts.total(), **counts, "slowest": round(slowest, 2)}))
 

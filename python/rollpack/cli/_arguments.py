@@ -10,6 +10,7 @@ from typing import Any
 from rollpack._errors import RollpackError
 from rollpack._sources import ROLES
 from rollpack.cost import NAMED, CostModel
+from rollpack.names import LAYOUTS
 from rollpack.planning import plan
 
 
@@ -140,7 +141,7 @@ PLAN_FLAGS: dict[str, tuple[Callable[[str], Any], str, str]] = {
     "micro_batch_size": (_integer, "N", "or at most N samples; exactly one of the two is needed"),
     "dp_size": (_integer, "D", "data-parallel ranks"),
     "cp_size": (_integer, "C", "context-parallel ranks"),
-    "layout": (str, "zigzag|contiguous", "how sequences are cut over context-parallel ranks"),
+    "layout": (str, "|".join(LAYOUTS), "how sequences are cut over context-parallel ranks"),
     "global_batch_size": (_integer, "N", "rollouts a step; without it, all is one step"),
     "prompts_per_step": (_integer, "N", "or whole prompt groups a step"),
     "remainder": (str, "error|drop|keep", "what to do with an incomplete last step"),
