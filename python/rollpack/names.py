@@ -1,7 +1,7 @@
 """What other trainers' mode names mean, and the names of our own modes and layouts.
 
-``plan``, the adapters, the page on trainers and the tests go by the one table here. A trainer's name also says what the units
-are and which of them count, so it is for planning. The plan is of a mode of ours: micro-batches, reducers and
+``plan``, the adapters, the page on trainers and the tests go by the one table here. A trainer's name also says what the
+units are and which of them count, so it is for planning. The plan is of a mode of ours: micro-batches, reducers and
 ``sample_weights`` know no other.
 """
 
