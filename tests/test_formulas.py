@@ -11,6 +11,7 @@ import pytest
 
 import rollpack
 from rollpack import _reference
+from rollpack.names import LAYOUTS, OURS
 from rollpack.torch import gradient_factor
 from rollpack.torch.backends import BACKENDS
 
@@ -52,9 +53,9 @@ EXAMPLES = {codes(row[0])[0]: row for row in table("example")}
 
 
 def test_tables_hold_every_mode_backend_and_layout():
-    assert list(MODES) == ["sample_mean", "prompt_mean", "token_mean", "constant"]
+    assert list(MODES) == list(OURS)
     assert sorted(itertools.chain.from_iterable(codes(row[0]) for row in table("`backend`"))) == sorted(BACKENDS)
-    assert [codes(row[0])[0] for row in table("`layout`")] == ["zigzag", "contiguous"]
+    assert [codes(row[0])[0] for row in table("`layout`")] == list(LAYOUTS)
     assert list(EXAMPLES) == ["four_samples", "fan_out", "uneven_groups", "all_apart"]
 
 

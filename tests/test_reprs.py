@@ -58,8 +58,10 @@ CASES = {
     ),
     rollpack.Plan: (
         plan,
-        "Plan(2 samples in 1 step of 1 micro-batch on each of 2 x 1 dp x cp ranks, sample_mean, fill 80.0%, "
-        "imbalance 1.2500)",
+        (
+            "Plan(2 samples in 1 step of 1 micro-batch on each of 2 x 1 dp x cp ranks, sample_mean, fill 80.0%, "
+            "imbalance 1.2500)"
+        ),
     ),
     rollpack.PlanError: (lambda: rollpack.PlanError("bad"), "PlanError('bad')"),
     rollpack.RollpackError: (lambda: rollpack.RollpackError("bad"), "RollpackError('bad')"),
@@ -122,8 +124,10 @@ MORE = {
         lambda: rollpack.plan(
             {"tokens": [[1]] * 3, "response_length": [0] * 3}, micro_batch_size=1, global_batch_size=2, remainder="keep"
         ),
-        "Plan(3 samples in 2 steps of 1 to 2 micro-batches on each of 1 x 1 dp x cp ranks, sample_mean, fill 100.0%, "
-        "imbalance 1.0000)",
+        (
+            "Plan(3 samples in 2 steps of 1 to 2 micro-batches on each of 1 x 1 dp x cp ranks, sample_mean, fill 100.0%, "
+            "imbalance 1.0000)"
+        ),
     ),
     "reducer without settings": (
         lambda: LossReducer(backend="fsdp"),

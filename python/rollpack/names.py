@@ -1,7 +1,8 @@
-"""What other trainers' mode names mean: the one table that ``plan``, the adapters, the page on trainers and the tests go by.
+"""What other trainers' mode names mean, and the names of our own modes and layouts.
 
-A name also says what the units are and which of them count, so it is for planning. The plan is of a mode of ours:
-micro-batches, reducers and ``sample_weights`` know no other.
+``plan``, the adapters, the page on trainers and the tests go by the one table here. A trainer's name also says what the
+units are and which of them count, so it is for planning. The plan is of a mode of ours: micro-batches, reducers and
+``sample_weights`` know no other.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ VERSIONS = {
 
 #: Our own names.
 OURS = ("sample_mean", "prompt_mean", "token_mean", "constant")
+
+#: How context parallelism cuts: the names that rust/core/src/cut.rs knows.
+LAYOUTS = ("zigzag", "contiguous")
 
 _TOKENS = "Σ m x / T"
 _ROWS = "(1/R) Σ_i ( Σ m x / M_i )"

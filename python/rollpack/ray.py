@@ -85,7 +85,7 @@ def _summarized(ds: ray.data.Dataset, arguments: Mapping[str, Any]) -> Summary:
     with _in_order(blocks):
         for number, found in enumerate(blocks.iter_rows()):
             if found["error"]:
-                raise _located(pickle.loads(found["error"]), number, row)
+                raise _located(pickle.loads(found["error"]), number, row)  # noqa: S301 - a worker of ours made it
             summary = Summary.from_bytes(found["summary"])
             made.append(replace(summary, sources=((number, len(summary)),)))
             row += len(summary)

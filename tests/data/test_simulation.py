@@ -287,7 +287,9 @@ def test_flops_of_a_real_model():
     for tokens in (16, 128):
         with FlopCounterMode(display=False) as counter:
             model(torch.zeros(1, tokens, dtype=torch.long)).logits.sum().backward()
-        assert counter.get_total_flops() == cost.linear * tokens + 2 * cost.quadratic * tokens**2
+        angles = counter.get_total_flops() - (cost.linear * tokens + 2 * cost.quadratic * tokens**2)
+        # Some versions of transformers or torch make the rotary angles, tokens times half a head, by a product of matrices.
+        assert angles in (0, 2 * tokens * sizes["head_dim"] // 2)
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,23 @@ def test_every_id_tells_the_same_rollouts_apart(make):
         assert rollpack.plan(summary, micro_batch_size=4).to_arrow() == expected
 
 
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.binary_view()])
+def test_views_of_short_ids_that_a_cast_made(kind):
+    """Pyarrow before 25 leaves them a buffer short, and crashes by itself where it hands that over."""
+    ids = pa.array(["a", "a", None, "b"]).cast(pa.string() if kind == pa.string_view() else pa.binary()).cast(kind)
+    table = table_of(ids=ids)
+    for data in (
+        table.slice(0, 2),
+        [table.slice(3), table.slice(1, 1)],
+        pa.concat_tables([table.slice(0, 2)] * 2).to_reader(),
+    ):
+        rows = pa.table(rollpack.summarize(data))["rollout_id"].to_pylist()
+        assert [i if isinstance(i, str) else i.decode() for i in rows] in (["a"] * 2, ["b", "a"], ["a"] * 4)
+    with pytest.raises(rollpack.DataError, match="null") as caught:
+        rollpack.summarize(table)
+    assert (caught.value.column, caught.value.row) == ("rollout_id", 2)
+
+
 @pytest.mark.parametrize("kind", ["dictionary", "its values", "run-end encoded"])
 def test_a_null_in_encoded_ids_is_found(kind):
     ids = {

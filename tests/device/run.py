@@ -49,7 +49,7 @@ def lines(check: Check, device: torch.device) -> Iterator[Line]:
     """What a check has to say; what it raises is a line that fails."""
     try:
         yield from check(device)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - each failure is a line of the table
         traceback.print_exc()
         yield Line(
             check.__name__, f"{type(error).__name__}: {str(error).splitlines()[0][:80] if str(error) else ''}", "", False

@@ -206,7 +206,7 @@ def _rank(rank: int, size: int, cases: Sequence[Case], work: Work, results: str,
                 _write(results, case, result)
         dist.barrier()
         os._exit(0)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - it is written down for the test
         traceback.print_exc()
         unfinished = Path(folder) / f"writing{rank}"
         unfinished.write_text(traceback.format_exc())

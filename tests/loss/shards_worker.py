@@ -20,7 +20,7 @@ def main(rank, folder):
     def told(name, call):
         try:
             call()
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 - it is written down for the test
             place = [getattr(error, "column", None), getattr(error, "row", None)]
             found["errors"][name] = [type(error).__name__, str(error), *place]
 

@@ -1,5 +1,7 @@
 """Models take a micro-batch as it is: packed and one by one, logits, losses and gradients are the same."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -157,3 +159,14 @@ def test_a_placeholder_has_a_mask_too():
     plan = rollpack.plan(rows, micro_batch_size=1, dp_size=2, placeholders=True)
     (micro_batch,) = (m for rank in range(2) for m in rollpack.pack(rows, plan, dp_rank=rank) if m.is_placeholder)
     assert attention_mask(micro_batch).any(dim=1).all()
+
+
+def test_masks_of_a_layout_that_is_not_known_are_refused():
+    """Who adds one to the core is told what is missing, and gets no mask of another layout."""
+    (micro_batch,) = rollpack.pack(
+        {"tokens": [[1, 2]], "response_length": [1]},
+        rollpack.plan([{"tokens": [1, 2], "response_length": 1}], micro_batch_size=1),
+    )
+    for mask in (attention_mask, block_mask):
+        with pytest.raises(rollpack.PlanError, match="layout 'ring': it is one of zigzag, contiguous"):
+            mask(dataclasses.replace(micro_batch, layout="ring"))

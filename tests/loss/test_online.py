@@ -117,7 +117,7 @@ def test_arrivals_need_not_end_with_a_step():
         },
         {"tokens": [[1, 1]], "response_length": [1], "rollout_id": [9], "loss": [[7.0]]},
     ]
-    # (1 + 3) / 2; ((6 + 0 + 3) / 3 + 5) / 2; (9 + 7) / 2
+    # By hand: (1 + 3) / 2; ((6 + 0 + 3) / 3 + 5) / 2; (9 + 7) / 2
     assert losses_of(arrivals, global_batch_size=2, micro_batch_size=1) == pytest.approx([2.0, 4.0, 8.0], abs=1e-12)
     rows = [
         [row for batch in step for row in batch.rows]

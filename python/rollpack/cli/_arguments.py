@@ -10,6 +10,7 @@ from typing import Any
 from rollpack._errors import RollpackError
 from rollpack._sources import ROLES
 from rollpack.cost import NAMED, CostModel
+from rollpack.names import LAYOUTS
 from rollpack.planning import plan
 
 
@@ -138,9 +139,6 @@ def _cost(text: str) -> str | CostModel:
         known = ", ".join(NAMED)
         raise argparse.ArgumentTypeError(f"{text!r} is neither {known} nor LINEAR,QUADRATIC in integers") from None
 
-
-#: How sequences are cut over context-parallel ranks.
-LAYOUTS = ["zigzag", "contiguous"]
 
 #: Argument of plan → how its flag is read, what stands for the value, and what it does.
 PLAN_FLAGS: dict[str, tuple[Callable[[str], Any], str, str]] = {

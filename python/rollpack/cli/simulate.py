@@ -154,13 +154,17 @@ def _text(value: Any) -> str:
 def _lines(paths: list[Path], made: Simulation, command: str) -> list[str]:
     each = "at each micro-batch" if TRAINERS[made.trainer] == "micro_batch" else "once a step"
     lines = [
-        f"{', '.join(map(str, paths))} under {made.trainer} (ranks wait {each}): {made.cost.linear:.4g} FLOPs a token, "
-        f"{made.cost.quadratic:.4g} a pair of tokens, {made.flops_per_second:.4g} FLOP/s a GPU, {made.overhead:g} s a "
-        "micro-batch besides",
+        (
+            f"{', '.join(map(str, paths))} under {made.trainer} (ranks wait {each}): {made.cost.linear:.4g} FLOPs a token, "
+            f"{made.cost.quadratic:.4g} a pair of tokens, {made.flops_per_second:.4g} FLOP/s a GPU, {made.overhead:g} s a "
+            "micro-batch besides"
+        ),
         *table([_HEADER, *(_row(modes, prediction) for prediction, modes in _alike(made).items())]),
         *_refusals(made),
-        f"best, by GPU-seconds: {made.best.setting}: {made.best.gpu_seconds:.4g} GPU-seconds, "
-        f"{made.best.step_seconds:.4g} s a step",
+        (
+            f"best, by GPU-seconds: {made.best.setting}: {made.best.gpu_seconds:.4g} GPU-seconds, "
+            f"{made.best.step_seconds:.4g} s a step"
+        ),
     ]
     if len(made.best_by_gpus) > 1:
         lines += [

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from rollpack._errors import RollpackError, SchemaError
 from rollpack._text import counted
-from rollpack.cli._arguments import LAYOUTS, add_input, add_json, input_options, layouts, sizes
+from rollpack.cli._arguments import add_input, add_json, input_options, layouts, sizes
 from rollpack.cli._input import Input
 from rollpack.cli._output import bad, good, progress, say, say_json, table
-from rollpack.names import OURS
+from rollpack.names import LAYOUTS, OURS
 from rollpack.summary import Summary, summarize
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def add_cuts(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("cuts")
     group.add_argument("--dp-sizes", type=sizes, default=[1, 2, 4, 8], metavar="D,...", help="default: 1,2,4,8")
     group.add_argument("--cp-sizes", type=sizes, default=[1, 2, 4], metavar="C,...", help="default: 1,2,4")
-    group.add_argument("--layouts", type=layouts, default=LAYOUTS, metavar=f"{'|'.join(LAYOUTS)},...", help="default: both")
+    group.add_argument("--layouts", type=layouts, default=LAYOUTS, metavar=f"{'|'.join(LAYOUTS)},...", help="default: all")
     group.add_argument(
         "--budgets", type=sizes, default=None, metavar="N,...", help="max_tokens_per_gpu; default: three that suit the data"
     )

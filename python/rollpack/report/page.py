@@ -81,4 +81,4 @@ def _pictures(numbers: dict[str, Any], made: Schedule | None) -> dict[str, Marku
             drawn["groups"] = plots.shares(modes, "group_curve", "Who makes the loss: groups", "groups, heaviest first")
     if made is not None:
         drawn["schedule"] = made.svg
-    return {name: Markup(svg) for name, svg in drawn.items()}  # plots escapes what is of users
+    return {name: Markup(svg) for name, svg in drawn.items()}  # noqa: S704 - plots escapes what is of users

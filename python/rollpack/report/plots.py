@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 from xml.sax.saxutils import escape, quoteattr
 
 import matplotlib as mpl
@@ -67,7 +67,7 @@ class _Drawing:
         self._style = mpl.rc_context({**_STYLE, "svg.hashsalt": what})  # equal pictures are equal text
         self._size = width, height
 
-    def __enter__(self) -> _Drawing:
+    def __enter__(self) -> Self:
         self._style.__enter__()
         self.figure = Figure(figsize=self._size, layout="constrained")
         self._canvas = FigureCanvasSVG(self.figure)

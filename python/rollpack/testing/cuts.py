@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from rollpack._text import counted
+from rollpack.names import LAYOUTS
 from rollpack.planning import plan
 from rollpack.plans import Plan
 
@@ -31,7 +32,7 @@ def cuts(
     *,
     dp_sizes: Sequence[int] = (1, 2, 4, 8),
     cp_sizes: Sequence[int] = (1, 2, 4),
-    layouts: Sequence[str] = ("zigzag", "contiguous"),
+    layouts: Sequence[str] = LAYOUTS,
 ) -> Iterator[Cut]:
     """All combinations; without context parallelism the layouts are one."""
     for budget in budgets:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from rollpack.names import LAYOUTS
 from rollpack.packing import MicroBatch, Packer
 from rollpack.summary import Summary, summarize
 from rollpack.testing.cuts import Cut
@@ -77,7 +78,7 @@ def probes() -> Iterator[Probe]:
     for invariance, chosen in (
         ("micro-batches", [Cut(1, 1, "zigzag", 2 * _SOME), Cut(1, 1, "zigzag", _SOME)]),
         ("data-parallel ranks", [Cut(d, 1, "zigzag", _WHOLE) for d in (2, 3)]),
-        ("context-parallel ranks", [Cut(1, c, layout, _WHOLE) for c in (2, 3) for layout in ("zigzag", "contiguous")]),
+        ("context-parallel ranks", [Cut(1, c, layout, _WHOLE) for c in (2, 3) for layout in LAYOUTS]),
         ("all cuts together", together),
     ):
         for cut in chosen:

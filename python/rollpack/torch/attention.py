@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rollpack._errors import PlanError
+from rollpack.names import LAYOUTS
 from rollpack.packing import MicroBatch
 from rollpack.torch.batches import as_tensor
 
@@ -66,8 +68,10 @@ def _places(micro_batch: MicroBatch[Any]) -> tuple[_Place, _Place]:
     if micro_batch.layout == "zigzag":
         chunk = position // torch.div(bounds.diff()[sequence], 2 * size, rounding_mode="floor").clamp(min=1)
         rank = torch.minimum(chunk, 2 * size - 1 - chunk)
-    else:
+    elif micro_batch.layout == "contiguous":
         rank = at // max(positions, 1)
+    else:
+        raise PlanError(f"no attention mask is known for layout {micro_batch.layout!r}: it is one of {', '.join(LAYOUTS)}")
     order = torch.argsort(rank, stable=True) if size > 1 else at
     sequence, position = sequence[order], position[order]
     here = slice(micro_batch.cp_rank * positions, (micro_batch.cp_rank + 1) * positions)

@@ -80,7 +80,7 @@ class StepMasks:
                     sums.index_add_(0, as_tensor(micro_batch.rollout_indices, device), per_sample)
                     if prompts is not None:
                         sums.index_add_(0, as_tensor(micro_batch.prompt_indices, device) + rollouts, per_sample)
-        except Exception as error:  # whatever it is, the others are told
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
             fault, faults[0] = error, 1
         for group in reducing_groups(mesh, first.dp_size * first.cp_size):
             torch.distributed.all_reduce(sums, group=group)

@@ -42,7 +42,7 @@ def summarize_shards(
                 f"shards is a {type(shards).__name__}; it has to be {{source: data}}, empty where a rank has none"
             )
         own = [summarize(data, source=source, **arguments).to_bytes() for source, data in shards.items()]
-    except Exception as error:  # whatever it is, the others are told
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
         own, mine = _described(error), error
     found = _gathered(own, size, group)
     for rank, of_rank in enumerate(found):

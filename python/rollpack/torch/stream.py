@@ -8,7 +8,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -161,7 +161,7 @@ class MicroBatches(Iterator[MicroBatch[torch.Tensor]]):
         self._begin = None
         self._stop()
 
-    def __enter__(self) -> MicroBatches:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -206,7 +206,7 @@ class _Worker:
                 if self._stopped.is_set():
                     return
             self._ready.put(StopIteration())
-        except BaseException as error:  # raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised where it is waited for
             self._ready.put(error)
 
     def stop(self) -> None:

@@ -135,7 +135,7 @@ def _kernel_of(device: torch.device) -> Any:
 
         one = torch.ones(1, device=device)
         _kernel.weighted_sum(one, _kernel.token_weights(one.bool(), one.long() - 1, one))
-    except Exception as error:  # whatever it is, plain torch does the same
+    except Exception as error:  # noqa: BLE001 - whatever it is, plain torch does the same
         warnings.warn(f"plain torch reduces losses on {device}, as Triton cannot be used there: {error}", stacklevel=2)
         return None
     return _kernel
