@@ -45,11 +45,14 @@ TESTS = {
     "torch/masks.py": "loss/test_masks.py loss/test_reducer.py loss/test_legacy.py",
     "torch/metrics.py": "loss/test_metrics.py loss/test_legacy.py test_reprs.py",
     "summary.py": "data/test_summarize.py data/test_shards.py data/test_plan.py test_reprs.py",
+    "torch/stream.py": "loss/test_stream.py",
     "planning.py": "data/test_plan.py data/test_shards.py data/test_pack.py data/test_names.py loss/test_legacy.py",
     "plans.py": "data/test_plan.py data/test_shards.py data/test_pack.py data/test_show.py test_reprs.py",
 }
 #: Processor time of one mutant, in seconds: at least, and of what its tests take unchanged.
 LEAST, FACTOR = 20, 4
+#: After so many seconds in which it takes none it hangs: a thread waits for what never comes.
+IDLE = 20
 _QUIET = "ignore::pytest.PytestAssertRewriteWarning"  # hypothesis was imported before pytest began
 
 SWAPS: dict[type, tuple[type, ...]] = {
@@ -209,11 +212,15 @@ def forked(cpu: int, tests: list[str], plugin: Any = None, answer: Path | None =
             if answer:
                 answer.write_text(json.dumps(plugin.found))
         os._exit(code)
-    for _ in range(600 * 20):
+    taken, idle = -1, 0
+    for poll in range(600 * 20):
         done, status = os.waitpid(child, os.WNOHANG)
-        if done:
+        if done or idle > IDLE:
             break
         time.sleep(0.05)
+        if poll % 20 == 0:
+            before, taken = taken, _taken(child)
+            idle = idle + 1 if taken == before else 0
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     if not done:
@@ -221,6 +228,16 @@ def forked(cpu: int, tests: list[str], plugin: Any = None, answer: Path | None =
     if not done or os.WIFSIGNALED(status):
         return "timed out"
     return "killed" if os.WEXITSTATUS(status) else "lived"
+
+
+def _taken(session: int) -> int:
+    """The processor time of all processes of a session, in the kernel's ticks."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            fields = path.read_text().rpartition(")")[2].split()
+            ticks += (int(fields[11]) + int(fields[12])) * (int(fields[3]) == session)
+    return ticks
 
 
 def try_file(name: str, copy: Path, only: set[int]) -> dict[str, int]:
