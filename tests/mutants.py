@@ -213,7 +213,7 @@ def forked(cpu: int, tests: list[str], plugin: Any = None, answer: Path | None =
                 answer.write_text(json.dumps(plugin.found))
         os._exit(code)
     taken, idle = -1, 0
-    for poll in range(min(600, 5 * cpu) * 20):
+    for poll in range((30 + cpu // 2) * 20):
         done, status = os.waitpid(child, os.WNOHANG)
         if done or idle > IDLE:
             break
