@@ -243,12 +243,30 @@ def test_closing_ends_what_would_never_end_and_lets_go_of_it(plan):
     begin = functools.partial(endless, data)
     found = rollpack.torch.MicroBatches(lambda begin=begin: begin(), 10**9, 1)
     assert next(found) is next(found) is micro_batch
+    assert len(threads()) == 1
     found.close()
     assert not threads()
     del begin, data
     gc.collect()
     assert held() is None
     assert repr(found) == "MicroBatches(1,000,000,000 micro-batches, closed)"
+
+
+def test_the_thread_itself_may_be_the_one_that_closes(plan):
+    """Garbage is collected in any thread, and none can wait for itself."""
+    micro_batch, ended = next(rollpack.pack(TABLE, plan)).to("cpu"), []
+
+    def made():
+        yield micro_batch, None
+        found.close()
+        ended.append(True)
+
+    found = rollpack.torch.MicroBatches(made, 2, 1)
+    assert next(found) is micro_batch
+    for thread in threads():
+        thread.join(60)
+    assert ended == [True]
+    is_closed(found)
 
 
 def test_no_more_than_was_asked_for_is_made_ahead(plan):
