@@ -104,6 +104,12 @@ def test_a_mesh_tells_the_ranks(tmp_path):
         torch.distributed.destroy_process_group()
 
 
+def test_a_device_without_a_number_is_the_first(plan, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(rollpack.RollpackError, match="device is 'cuda', and torch finds 0 CUDA devices here"):
+        micro_batches(TABLE, plan, device="cuda")
+
+
 def test_wrong_arguments_are_told_at_once(plan):
     with pytest.raises(rollpack.RollpackError, match="prefetch is 0; it has to be at least 1"):
         micro_batches(TABLE, plan, device="cpu", prefetch=0)
@@ -250,6 +256,25 @@ def test_closing_ends_what_would_never_end_and_lets_go_of_it(plan):
     gc.collect()
     assert held() is None
     assert repr(found) == "MicroBatches(1,000,000,000 micro-batches, closed)"
+
+
+def test_closing_lets_go_of_what_was_ready_when_the_thread_had_ended(plan):
+    first, second = (next(rollpack.pack(TABLE, plan)).to("cpu") for _ in range(2))
+    items, waiting = [first, second], weakref.ref(second)
+
+    def made():
+        while items:
+            yield items.pop(0), None
+
+    found = rollpack.torch.MicroBatches(made, 2, 2)
+    assert next(found) is first
+    for thread in threads():
+        thread.join(60)
+    del second
+    assert waiting() is not None
+    found.close()
+    gc.collect()
+    assert waiting() is None
 
 
 def test_the_thread_itself_may_be_the_one_that_closes(plan):
