@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Mutation testing of the core: rust/mutants.sh weights cut, or all files without names. Needs `cargo install cargo-mutants`.
-# Each file is held against the tests that are about it, built without optimisation: two or three seconds a mutant.
+# Mutation testing of the core: rust/mutants.sh weights cut, or all files without names. Needs `cargo install cargo-mutants`,
+# which takes what begins with a dash: rust/mutants.sh bins --shard=0/3.
+# Each file is held against the tests that are about it, built without optimisation: two to ten seconds a mutant.
 # What it showed is in python/docs/mutants.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -16,10 +17,14 @@ declare -A tests=(
     [pack]="--test=pack" [partition]="$bins" [plan]="--test=plan" [placed]="--test=plan" [rows]="--test=pack" [steps]="--test=steps"
     [summary]="--test=summary --test=check" [swaps]="$bins" [waits]="--test=plan" [weights]="--test=weights"
 )
-[ $# -gt 0 ] || set -- "${!tests[@]}"
-for file; do
+files=() options=()
+for argument; do
+    [[ $argument == -* ]] && options+=("$argument") || files+=("$argument")
+done
+[ ${#files[@]} -gt 0 ] || files=("${!tests[@]}")
+for file in "${files[@]}"; do
     read -ra chosen <<< "${tests[$file]}"
-    # Status 2 is: some live.
-    cargo mutants -p rollpack-core -f "rust/core/src/$file.rs" --timeout 120 --no-shuffle -o "target/mutants/$file" \
-        "${chosen[@]/#/--cargo-arg=}" || [ $? = 2 ]
+    # Status 2 is: some live, and 3: some went on until their time was over.
+    cargo mutants -p rollpack-core -f "rust/core/src/$file.rs" --timeout 40 --no-shuffle -o "target/mutants/$file" \
+        "${options[@]}" "${chosen[@]/#/--cargo-arg=}" || [[ $? == [23] ]]
 done

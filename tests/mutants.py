@@ -4,9 +4,9 @@ A mutant is a file of `rollpack` with one place changed: a comparison, an operat
 statement, an argument or a call left out, a `return` of None. Left as they are: docstrings, annotations, decorators, the
 text of errors and warnings, `strict=` of `zip`, and on which device a tensor is (tests/device runs where there are several).
 
-Which tests run a line is traced once, so a mutant is held only against those, the shortest first, until one fails. What runs
-at import is held against all, and what no test runs in its own process against those that may do so in another. Each is
-tried in a fork of a process that has imported torch already, over a copy of the package: that takes a second or two.
+Which tests run a line is traced once, so a mutant is held only against those, the shortest first, until one fails, and then
+against those that start other processes, in which nothing is traced. What runs at import is held against all. Each is tried
+in a fork of a process that has imported torch already, over a copy of the package: that takes a few seconds.
 
 Prints every mutant that lives, then the counts. What they showed is in python/docs/mutants.md.
 """
@@ -45,11 +45,14 @@ TESTS = {
     "torch/masks.py": "loss/test_masks.py loss/test_reducer.py loss/test_legacy.py",
     "torch/metrics.py": "loss/test_metrics.py loss/test_legacy.py test_reprs.py",
     "summary.py": "data/test_summarize.py data/test_shards.py data/test_plan.py test_reprs.py",
+    "torch/stream.py": "loss/test_stream.py",
     "planning.py": "data/test_plan.py data/test_shards.py data/test_pack.py data/test_names.py loss/test_legacy.py",
     "plans.py": "data/test_plan.py data/test_shards.py data/test_pack.py data/test_show.py test_reprs.py",
 }
-#: Processor time of one mutant, in seconds: at least, and of what its tests take unchanged.
+#: Time of one mutant, in seconds, of the processor and in all: at least, and of what its tests take unchanged.
 LEAST, FACTOR = 20, 4
+#: After so many seconds in which it takes none it hangs: a thread waits for what never comes.
+IDLE = 20
 _QUIET = "ignore::pytest.PytestAssertRewriteWarning"  # hypothesis was imported before pytest began
 
 SWAPS: dict[type, tuple[type, ...]] = {
@@ -163,10 +166,16 @@ def _lines(node: ast.AST, of_parent: range) -> range:
 
 
 class Trace:
-    """Which test runs which lines of a file, and for how long."""
+    """Which test runs which lines of a file, for how long, and whether it starts processes."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.lines, self.found = str(path), set[int](), dict[str, Any]()
+        self.path, self.lines, self.starts, self.found = str(path), set[int](), False, dict[str, Any]()
+
+    def pytest_sessionstart(self) -> None:
+        sys.addaudithook(self.audit)
+
+    def audit(self, event: str, _arguments: Any) -> None:
+        self.starts |= event in {"subprocess.Popen", "os.fork", "os.posix_spawn"}
 
     def enter(self, frame: Any, _event: str, _arg: Any) -> Any:
         return self.line if frame.f_code.co_filename == self.path else None
@@ -177,27 +186,30 @@ class Trace:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
-        self.lines, start = set(), time.process_time()
+        self.lines, self.starts, start, begun = set(), False, time.process_time(), time.monotonic()
         sys.settrace(self.enter)
         threading.settrace(self.enter)
         try:
             return (yield)
         finally:
             sys.settrace(None)
-            self.found[item.nodeid] = (time.process_time() - start, sorted(self.lines))
+            took = time.process_time() - start, time.monotonic() - begun
+            self.found[item.nodeid] = (*took, sorted(self.lines), self.starts)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
             raise SystemExit(f"{report.nodeid} fails without any mutant:\n{report.longreprtext}")
 
 
-def forked(cpu: int, tests: list[str], plugin: Any = None, answer: Path | None = None) -> str:
+def forked(cpu: float, wall: float, tests: list[str], plugin: Any = None, answer: Path | None = None) -> str:
     """How pytest ended in a fork: "lived", "killed" or "timed out"."""
     child = os.fork()
     if not child:
         os.setsid()
         sys.dont_write_bytecode = not answer  # once without any mutant: tests are not compiled again for each
-        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu))  # processor time: a machine that is busy slows nothing down
+        resource.setrlimit(
+            resource.RLIMIT_CPU, (int(cpu), int(cpu))
+        )  # processor time: a machine that is busy slows nothing down
         code: int = 9
         with contextlib.suppress(BaseException), open(os.devnull, "w") as null:
             if not answer:
@@ -209,11 +221,15 @@ def forked(cpu: int, tests: list[str], plugin: Any = None, answer: Path | None =
             if answer:
                 answer.write_text(json.dumps(plugin.found))
         os._exit(code)
-    for _ in range(600 * 20):
+    taken, idle = -1, 0
+    for poll in range(int(wall * 20)):
         done, status = os.waitpid(child, os.WNOHANG)
-        if done:
+        if done or idle > IDLE:
             break
         time.sleep(0.05)
+        if poll % 20 == 0:
+            before, taken = taken, _taken(child)
+            idle = idle + 1 if taken == before else 0
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
     if not done:
@@ -223,29 +239,38 @@ def forked(cpu: int, tests: list[str], plugin: Any = None, answer: Path | None =
     return "killed" if os.WEXITSTATUS(status) else "lived"
 
 
+def _taken(session: int) -> int:
+    """The processor time of all processes of a session, in the kernel's ticks."""
+    ticks = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it ended meanwhile
+            fields = path.read_text().rpartition(")")[2].split()
+            ticks += (int(fields[11]) + int(fields[12])) * (int(fields[3]) == session)
+    return ticks
+
+
 def try_file(name: str, copy: Path, only: set[int]) -> dict[str, int]:
     """Try the mutants of one file."""
     path, source = copy / "rollpack" / name, (ROOT / "python/rollpack" / name).read_text()
     tests = [f"tests/{test}" for test in TESTS[name].split()]
     answer = copy / "trace.json"
     trace = Trace(path)
-    if forked(600, tests, trace, answer) != "lived":
+    if forked(600, 600, tests, trace, answer) != "lived":
         raise SystemExit("the tests fail without any mutant")
-    found = sorted((seconds, test, lines) for test, (seconds, lines) in json.loads(answer.read_text()).items())
+    found = sorted((*of, test) for test, of in json.loads(answer.read_text()).items())
     counts = dict.fromkeys(("found", "killed", "timed out", "lived"), 0)
     for place, at_import, what, mutant in mutants(source):
         if only and not only & {*place}:
             continue
         path.write_text(mutant)
-        chosen = [(seconds, test) for seconds, test, lines in found if {*place} & {*lines} or (at_import and lines)]
-        here = bool(chosen)
-        chosen = chosen or [(seconds, test) for seconds, test, lines in found if not lines]
-        cpu = int(LEAST + FACTOR * sum(seconds for seconds, _ in chosen))
-        end = forked(cpu, [test for _, test in chosen]) if chosen else "lived"
+        run = [of for of in found if {*place} & {*of[2]} or (at_import and of[2])]
+        chosen = run + [of for of in found if of[3] and of not in run]
+        cpu, wall = (LEAST + FACTOR * sum(of[i] for of in chosen) for i in (0, 1))
+        end = forked(cpu, wall, [of[-1] for of in chosen]) if chosen else "lived"
         counts["found"] += 1
         counts[end] += 1
         if end != "killed":
-            print(f"{name}:{place[0]}: {what} ({end}{'' if here else ', no test runs it here'})", flush=True)
+            print(f"{name}:{place[0]}: {what} ({end}{'' if run else ', no test runs it here'})", flush=True)
     path.write_text(source)
     print(name, counts, flush=True)
     return counts

@@ -189,7 +189,7 @@ def check_units(loss_aggregation: str, rows: npt.NDArray[np.int64], rollouts: np
     if known is None or not known.per_row:
         return
     counts = np.bincount(rollouts)
-    if counts.max(initial=0) > 1:
+    if counts.max() > 1:
         same = np.sort(rows[rollouts == int(np.argmax(counts > 1))])
         raise PlanError(
             f"{known.name} averages rows, and rows {same[0]} and {same[1]} are one rollout. Make each row a rollout, with "

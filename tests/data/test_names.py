@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 import rollpack
-from rollpack.names import MODES, VERSIONS
+from rollpack.names import MODES, VERSIONS, mode_of, takes_divisor
 
 #: Rows with a loss for each response token, one of them all masked, groups of 2 and 3.
 LOSSES = [[4], [1, 2, 3], [10, 20], [1, 100, 2, 3], [7]]
@@ -89,6 +89,19 @@ def test_means_of_rows_are_refused_where_a_rollout_has_several(name):
         plan(name, fanned_out)
     # Unless rows are made the unit.
     assert plan(name, fanned_out, columns={"rollout_id": None}).to_arrow().equals(plan(name).to_arrow())
+
+
+def test_the_first_rollout_of_several_rows_is_named_by_its_first_two():
+    fanned_out = table(rollout_id=["a", "b", "c", "b", "c"])
+    with pytest.raises(rollpack.PlanError, match="rows 1 and 3 are one rollout"):
+        plan("trl:grpo", fanned_out)
+
+
+def test_the_mode_behind_a_name_and_whether_it_is_given_a_divisor():
+    modes = {"trl:dapo": "token_mean", "verl:token-sum": None, "prompt_mean": "prompt_mean", "trl:luspo": "constant"}
+    assert {name: mode_of(name) for name in modes} == modes
+    given = {"constant": True, "sample_mean": False, "trl:dr_grpo": True, "trl:luspo": False, "trl:dapo": False}
+    assert {name: takes_divisor(name) for name in given} == given
 
 
 def test_token_means_do_not_mind_fan_out():

@@ -438,6 +438,17 @@ def test_real_traces_are_balanced(traces, cost, sync):
 # --------------------------------------------------------------------------------------------------- what is refused
 
 
+def test_the_same_cost_said_in_other_words_is_the_same_plan():
+    table = of_lengths([6, 2, 5])
+    ids = [
+        rollpack.plan(table, max_tokens_per_gpu=8, dp_size=2, cost=cost).id
+        for cost in ("tokens", (1, 0), rollpack.CostModel(1))
+    ]
+    assert len(set(ids)) == 1
+    most = 2**63 - 1  # of int64
+    assert rollpack.plan(table, micro_batch_size=1, cost=(most, most)).settings.cost == (most, most)
+
+
 REFUSED = {
     "neither limit": ({}, "exactly one of max_tokens_per_gpu and micro_batch_size"),
     "both limits": ({"max_tokens_per_gpu": 8, "micro_batch_size": 1}, "exactly one"),
@@ -460,6 +471,15 @@ REFUSED = {
     "keep_together": ({"micro_batch_size": 1, "keep_together": "prompt"}, "group, rollout or None"),
     "cost": ({"micro_batch_size": 1, "cost": "flops"}, "tokens, attention or a CostModel"),
     "negative cost": ({"micro_batch_size": 1, "cost": rollpack.CostModel(-1)}, "linear .* -1"),
+    "negative pairs": ({"micro_batch_size": 1, "cost": rollpack.CostModel(1, -1)}, "quadratic .* -1"),
+    "cost over int64": (
+        {"micro_batch_size": 1, "cost": rollpack.CostModel(2**63)},
+        f"linear is {2**63}; it has to fit an int64",
+    ),
+    "cost under int64": ({"micro_batch_size": 1, "cost": rollpack.CostModel(-(2**63) - 1)}, "linear .* to fit an int64"),
+    "least int64": ({"micro_batch_size": 1, "cost": rollpack.CostModel(-(2**63))}, "linear .* at least 0"),
+    "cost of a list": ({"micro_batch_size": 1, "cost": [1, 0]}, "tokens, attention or a CostModel"),
+    "cost of one number": ({"micro_batch_size": 1, "cost": (1,)}, "tokens, attention or a CostModel"),
     "cost of nothing": ({"micro_batch_size": 1, "cost": rollpack.CostModel(0, 0)}, "cost"),
     "budget too small for a token": ({"max_tokens_per_gpu": 3, "pad_to_multiple_of": 4}, "max_tokens_per_gpu"),
     **{

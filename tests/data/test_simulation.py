@@ -293,17 +293,41 @@ def test_flops_of_a_real_model():
 
 
 @pytest.mark.parametrize(
-    ("name", "embedding", "billions"),  # parameters as the model cards give them
+    ("name", "embedding", "vectors", "parameters"),
     [
-        ("qwen2.5-7b", 152_064 * 3584, 7.61),
-        ("qwen3-8b", 151_936 * 4096, 8.2),
-        ("qwen3-32b", 151_936 * 5120, 32.8),
-        ("llama-3.1-8b", 128_256 * 4096, 8.03),
-        ("llama-3.1-70b", 128_256 * 8192, 70.6),
+        # Vectors, which no token is multiplied by as a matrix: two norms a layer and the last; biases of queries, keys and
+        # values in Qwen2.5, norms of queries and keys in Qwen3.
+        ("qwen2.5-7b", 152_064 * 3584, 28 * (2 * 3584 + 3584 + 2 * 512) + 3584, 7_615_616_512),
+        ("qwen3-8b", 151_936 * 4096, 36 * (2 * 4096 + 2 * 128) + 4096, 8_190_735_360),
+        ("qwen3-32b", 151_936 * 5120, 64 * (2 * 5120 + 2 * 128) + 5120, 32_762_123_264),
+        ("llama-3.1-8b", 128_256 * 4096, 32 * 2 * 4096 + 4096, 8_030_261_248),
+        ("llama-3.1-70b", 128_256 * 8192, 80 * 2 * 8192 + 8192, 70_553_706_496),
     ],
 )
-def test_models_are_as_large_as_they_are_said_to_be(name, embedding, billions):
-    assert (MODELS[name].linear / 6 + embedding) / 1e9 == pytest.approx(billions, rel=2e-3)
+def test_models_have_as_many_parameters_as_are_published(name, embedding, vectors, parameters):
+    """Half the bytes that model.safetensors.index.json of each model says its weights take in bfloat16."""
+    assert MODELS[name].linear == 6 * (parameters - embedding - vectors)
+
+
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [
+        ("qwen2.5-7b", 28 * 28 * 128),
+        ("qwen3-8b", 36 * 32 * 128),
+        ("qwen3-32b", 64 * 64 * 128),
+        ("llama-3.1-8b", 32 * 32 * 128),
+        ("llama-3.1-70b", 80 * 64 * 128),
+    ],
+)
+def test_a_pair_of_tokens_is_multiplied_twice_in_each_head_of_each_layer(name, pairs):
+    # Forward and backward are three passes of two products of two FLOPs each, and half the pairs are computed.
+    assert MODELS[name].quadratic == 3 * 2 * 2 * pairs // 2
+
+
+def test_heads_that_do_not_divide_have_a_width_of_their_own():
+    # Queries 4 x 6, keys and values 2 x 4 x 6, out 6 x 4, the MLP 3 x 4 x 5; then 4 x 7.
+    cost = rollpack.CostModel.of_transformer(layers=1, hidden=4, heads=3, head_dim=2, ffn=5, vocab=7)
+    assert cost == (6 * (24 + 48 + 24 + 60 + 28), 6 * 3 * 2)
 
 
 @pytest.mark.parametrize(

@@ -700,6 +700,14 @@ def test_ctrl_c_in_a_reader_is_ctrl_c():
         rollpack.summarize(pa.RecordBatchReader.from_batches(TABLE.schema, batches()))
 
 
+@pytest.mark.parametrize("role", ["tokens", "response_length", "loss_mask", "rollout_id", "group_index"])
+def test_an_index_named_as_a_role_is_told(role):
+    frame = pd.DataFrame(DATA).drop(columns=role).rename_axis(index=role)
+    with pytest.raises(rollpack.SchemaError, match=f"'{role}': is the index of this DataFrame") as error:
+        rollpack.summarize(frame)
+    assert error.value.column == role
+
+
 def test_an_index_that_plays_a_role_is_not_lost():
     frame = pd.DataFrame(DATA).set_index("rollout_id")
     with pytest.raises(rollpack.SchemaError, match=r"'rollout_id': is the index of this DataFrame; pass frame.reset_index"):

@@ -34,6 +34,12 @@ def main(rank, world, store, path, out):
         logged[f"{dp_size}x{cp_size}"] = metrics.log()
         assert metrics.log() == dict.fromkeys((n for n, k in DECLARED.items() if k not in {"min", "max", "count"}), 0.0)
     assert STEPS == 2
+    # Two runs side by side, each over a group of its own.
+    size = world // 2
+    groups = [torch.distributed.new_group(range(first, first + size)) for first in (0, size)]
+    metrics = Metrics(DECLARED)
+    fill(metrics, table, [(rank % size, 0)], dp_size=size, cp_size=1, max_tokens_per_gpu=8)
+    logged["of a group"] = metrics.log(group=groups[rank // size])
     # Ranks that declared something else are told, all of them.
     other = Metrics({"a": "max"} if rank else {"a": "min"})
     try:

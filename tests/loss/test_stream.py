@@ -1,13 +1,17 @@
 """Micro-batches on a device, packed in the background."""
 
 import dataclasses
+import functools
 import gc
+import inspect
+import itertools
 import multiprocessing
 import os
 import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -73,6 +77,8 @@ def test_buffers_on_the_way_to_a_device_are_used_again(plan):
         memory.append({name: buffer.data_ptr() for name, buffer in staging._sets[staging._current].items()})
     for left, right in zip(found, expected, strict=True):  # only now: what was sent first is not written over
         equal(left, right)
+    for one, after in itertools.pairwise(memory):  # by turns: one set is filled while the other is copied
+        assert one["packed torch.int32"] != after["packed torch.int32"]
     again = [a["packed torch.int32"] == b["packed torch.int32"] for a, b in zip(memory, memory[2:], strict=False)]
     assert any(again)
     # One buffer a dtype, of which the fields are views.
@@ -81,7 +87,7 @@ def test_buffers_on_the_way_to_a_device_are_used_again(plan):
     assert first.rows.untyped_storage().data_ptr() == first.prompt_mask_sums.untyped_storage().data_ptr()
 
 
-def test_a_mesh_tells_the_ranks(tmp_path, plan):
+def test_a_mesh_tells_the_ranks(tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
 
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
@@ -89,12 +95,19 @@ def test_a_mesh_tells_the_ranks(tmp_path, plan):
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "cp"))
         alone = rollpack.plan(TABLE, max_tokens_per_gpu=512)
         assert len(list(micro_batches(TABLE, alone, mesh=mesh, device="cpu"))) == alone.steps[0].num_micro_batches
-        with pytest.raises(rollpack.PlanError, match="the mesh has dp 1 x cp 1, and the plan is for dp 2 x cp 2"):
-            micro_batches(TABLE, plan, mesh=mesh, device="cpu")
+        two = rollpack.plan(TABLE, max_tokens_per_gpu=512, dp_size=2)
+        with pytest.raises(rollpack.PlanError, match="the mesh has dp 1 x cp 1, and the plan is for dp 2 x cp 1"):
+            micro_batches(TABLE, two, mesh=mesh, device="cpu")
         with pytest.raises(rollpack.PlanError, match="not both"):
             micro_batches(TABLE, alone, mesh=mesh, dp_rank=0, device="cpu")
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_device_without_a_number_is_the_first(plan, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(rollpack.RollpackError, match="device is 'cuda', and torch finds 0 CUDA devices here"):
+        micro_batches(TABLE, plan, device="cuda")
 
 
 def test_wrong_arguments_are_told_at_once(plan):
@@ -186,6 +199,99 @@ def test_a_stream_that_was_read_to_its_end_is_no_second_epoch(plan):
     assert len(list(found)) == len(found)
     with pytest.raises(rollpack.DataError, match="a reader that was read before"):
         list(found)
+
+
+@pytest.fixture(scope="module")
+def in_shards():
+    """A plan of two shards, and for each of two ranks the only shard that holds rows of it."""
+    shards = {"east": TABLE.slice(0, 1), "west": TABLE.slice(1, 1)}
+    read = [rollpack.summarize(shard, source=name) for name, shard in shards.items()]
+    plan = rollpack.plan(rollpack.Summary.concat(read), micro_batch_size=1, dp_size=2)
+    names = [list(shards)[plan.rows(0, rank, 0)[0]] for rank in range(2)]
+    return plan, [{name: shards[name]} for name in names]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_shard_without_a_row_of_this_rank_need_not_be_there(in_shards, rank):
+    plan, own = in_shards
+    (expected,) = (m.to("cpu") for m in rollpack.pack(own[rank], plan, dp_rank=rank))
+    assert expected.rows.tolist() == plan.rows(0, rank, 0).tolist()
+    (streamed,) = micro_batches(own[rank], plan, dp_rank=rank, device="cpu")
+    (loaded,) = MicroBatchDataset(own[rank], plan, dp_rank=rank)
+    equal(streamed, expected)
+    equal(loaded, expected)
+
+
+def test_a_step_of_several():
+    plan = rollpack.plan(TABLE, max_tokens_per_gpu=512, global_batch_size=8, remainder="drop", dp_size=2)
+    rows = plan.rows(1, 1, 0).tolist()
+    assert next(iter(MicroBatchDataset(TABLE, plan, step=1, dp_rank=1))).rows.tolist() == rows
+    with micro_batches(TABLE, plan, step=1, dp_rank=1, device="cpu") as found:
+        assert next(found).rows.tolist() == rows
+    assert len(MicroBatchDataset(TABLE, plan, step=1, dp_rank=1)) == len(found) == plan.steps[1].num_micro_batches
+
+
+def test_two_wait_ready_where_nothing_else_is_said():
+    assert inspect.signature(micro_batches).parameters["prefetch"].default == 2
+
+
+def test_closing_ends_what_would_never_end_and_lets_go_of_it(plan):
+    class Data:
+        """Stands for the rollouts, which may be large."""
+
+    data, (packed, *_) = Data(), rollpack.pack(TABLE, plan)
+    held, micro_batch = weakref.ref(data), packed.to("cpu")
+
+    def endless(data):
+        while data:
+            yield micro_batch, None
+
+    begin = functools.partial(endless, data)
+    found = rollpack.torch.MicroBatches(lambda begin=begin: begin(), 10**9, 1)
+    assert next(found) is next(found) is micro_batch
+    assert len(threads()) == 1
+    found.close()
+    assert not threads()
+    del begin, data
+    gc.collect()
+    assert held() is None
+    assert repr(found) == "MicroBatches(1,000,000,000 micro-batches, closed)"
+
+
+def test_closing_lets_go_of_what_was_ready_when_the_thread_had_ended(plan):
+    first, second = (next(rollpack.pack(TABLE, plan)).to("cpu") for _ in range(2))
+    items, waiting = [first, second], weakref.ref(second)
+
+    def made():
+        while items:
+            yield items.pop(0), None
+
+    found = rollpack.torch.MicroBatches(made, 2, 2)
+    assert next(found) is first
+    for thread in threads():
+        thread.join(60)
+    del second
+    assert waiting() is not None
+    found.close()
+    gc.collect()
+    assert waiting() is None
+
+
+def test_the_thread_itself_may_be_the_one_that_closes(plan):
+    """Garbage is collected in any thread, and none can wait for itself."""
+    micro_batch, ended = next(rollpack.pack(TABLE, plan)).to("cpu"), []
+
+    def made():
+        yield micro_batch, None
+        found.close()
+        ended.append(True)
+
+    found = rollpack.torch.MicroBatches(made, 2, 1)
+    assert next(found) is micro_batch
+    for thread in threads():
+        thread.join(60)
+    assert ended == [True]
+    is_closed(found)
 
 
 def test_no_more_than_was_asked_for_is_made_ahead(plan):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rollpack._errors import SchemaError, printable
 
@@ -15,11 +15,11 @@ ROLES = ("tokens", "response_length", "loss_mask", "rollout_id", "group_index")
 class Request:
     """What to read, and under which names. The core knows what it means."""
 
-    columns: Mapping[str, str | None] = field(default_factory=dict)
-    rollout_key: tuple[str, ...] = ("rollout_id",)
-    groups: bool = False
-    token_columns: tuple[str, ...] = ()
-    sample_columns: tuple[str, ...] = ()
+    columns: Mapping[str, str | None]
+    rollout_key: tuple[str, ...]
+    groups: bool
+    token_columns: tuple[str, ...]
+    sample_columns: tuple[str, ...]
 
     @classmethod
     def make(

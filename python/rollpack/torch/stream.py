@@ -266,8 +266,8 @@ class _Staging:
 
         def on_device(name: str, array: npt.NDArray[Any]) -> torch.Tensor:
             address = array.ctypes.data
-            of = next((i for i, (start, size) in enumerate(starts) if start <= address < start + size), 0)
-            at = (address - starts[of][0]) // array.itemsize if len(array) else 0
+            of = next(i for i, (start, size) in enumerate(starts) if start <= address < start + size)  # no array is empty
+            at = (address - starts[of][0]) // array.itemsize
             return (sent if name in STAY_INT32 else wide)[of][at : at + len(array)]
 
         moved = map_arrays(staged, on_device)

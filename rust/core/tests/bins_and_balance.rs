@@ -43,6 +43,7 @@ fn best_fit_leaves_the_least_room() {
     // First fit would put the 2 beside the 6, where it leaves room of 2; beside the 8 it leaves none.
     assert_eq!(best_fit_decreasing(&[6, 8, 2], 10).lists(), [vec![1, 2], vec![0]]);
     assert!(best_fit_decreasing(&[], 10).is_empty());
+    assert!(!best_fit_decreasing(&[1], 10).is_empty());
 }
 
 #[test]

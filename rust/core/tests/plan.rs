@@ -345,6 +345,18 @@ fn what_is_empty_counts_or_is_skipped() {
 }
 
 #[test]
+fn rows_without_ids_are_rollouts_that_count_or_are_skipped() {
+    let summary = rows(&[(9, 2), (9, 0), (9, 1)]);
+    for (count_empty, num_rollouts, weights) in
+        [(true, 3, [1.0 / 6.0, 0.0, 1.0 / 3.0]), (false, 2, [1.0 / 4.0, 0.0, 1.0 / 2.0])]
+    {
+        let plan = plan(&summary, &Options { count_empty, ..options(100) }).unwrap();
+        assert_eq!(plan.steps[0].num_rollouts, num_rollouts);
+        assert_eq!(plan.placed.sample_weight, weights);
+    }
+}
+
+#[test]
 fn a_rollout_is_empty_only_if_all_its_samples_are() {
     let summary = grouped(rows(&[(9, 0), (9, 3), (9, 0)]), &[5, 5, 6], &[]);
     let plan = plan(&summary, &Options { count_empty: false, ..options(100) }).unwrap();
