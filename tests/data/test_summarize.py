@@ -637,13 +637,13 @@ def test_names_of_columns_are_strings():
     table = {"tokens": [[7, 1]], "loss_mask": [[1]], "extra": [[1.0]]}
     plan = rollpack.plan(table, micro_batch_size=1)
     for arguments, told in (
-        ({"token_columns": 3}, "token_columns is 3; it has to be a column name or a sequence of them"),
-        ({"token_columns": ["extra", 3]}, "token_columns holds 3; column names are strings"),
-        ({"sample_columns": [None]}, "sample_columns holds None; column names are strings"),
+        ({"token_columns": 3}, "^token_columns is 3; it has to be a column name or a sequence of them"),
+        ({"token_columns": ["extra", 3]}, "^token_columns holds 3; column names are strings"),
+        ({"sample_columns": [None]}, "^sample_columns holds None; column names are strings"),
     ):
         with pytest.raises(TypeError, match=told):
             list(rollpack.pack(table, plan, **arguments))
-    with pytest.raises(TypeError, match="rollout_key is 3; it has to be a column name"):
+    with pytest.raises(TypeError, match="^rollout_key is 3; it has to be a column name"):
         rollpack.summarize(table, rollout_key=3)
     # One name needs no list.
     (packed,) = rollpack.pack(table, plan, token_columns="extra")
