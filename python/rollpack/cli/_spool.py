@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import stat
@@ -83,16 +84,17 @@ def _read_once(file: int | str, name: str, status: os.stat_result, note: Callabl
         raise DataError(f"{name} is a terminal; pipe rollouts in")
     if stat.S_ISREG(status.st_mode) and os.lseek(0, 0, os.SEEK_CUR) == 0:
         return Shown.of("/dev/stdin", name)  # `- < rollouts.parquet`
-    with open(file, "rb", buffering=0, closefd=file != 0) as source:
+    with io.BufferedReader(_Patient(file, closefd=file != 0)) as source:
         return _spooled(source, name, note)
 
 
-def _read(source: Any) -> bytes:
-    # A signal wakes nobody that comes just before a read that waits, or to another thread: so a wait is a short one.
-    while not select.select([source], [], [], _PATIENCE)[0]:
-        pass
-    chunk: bytes = source.read(_CHUNK)
-    return chunk
+class _Patient(io.FileIO):
+    """Reads that wait for a short time at once: a signal wakes nobody that comes just before, or to another thread."""
+
+    def readinto(self, buffer: Any) -> int | None:
+        while not select.select([self], [], [], _PATIENCE)[0]:
+            pass
+        return super().readinto(buffer)
 
 
 def _spooled(source: Any, name: str, note: Callable[[str], object] | None) -> Shown:
@@ -104,7 +106,7 @@ def _spooled(source: Any, name: str, note: Callable[[str], object] | None) -> Sh
     try:
         with ExitStack() as stack:
             spool = stack.enter_context(kind())
-            while chunk := _read(source):
+            while chunk := source.read(_CHUNK):
                 spool.write(chunk)
                 size += len(chunk)
                 if note is not None:
