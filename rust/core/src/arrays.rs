@@ -64,26 +64,38 @@ macro_rules! with_integers {
 }
 pub(crate) use with_integers;
 
+/// Runs `$body` with `$values` as the typed slice of a float array; a boolean array's bits go to `$bool`.
+macro_rules! with_floats {
+    ($array:expr, $values:ident => $body:expr, $bools:ident => $bool:expr) => {{
+        use arrow_array::types as t;
+        use arrow_schema::DataType as D;
+        macro_rules! float {
+            ($T:ty) => {{
+                let $values: &[_] = $array.as_primitive::<$T>().values();
+                $body
+            }};
+        }
+        match $array.data_type() {
+            D::Float16 => float!(t::Float16Type),
+            D::Float32 => float!(t::Float32Type),
+            D::Float64 => float!(t::Float64Type),
+            _ => {
+                let $bools = $array.as_boolean().values();
+                $bool
+            }
+        }
+    }};
+}
+pub(crate) use with_floats;
+
 /// Runs `$body` with `$values` as the typed slice of a numeric array; a boolean array's bits go to `$bool`.
 macro_rules! with_numbers {
     ($array:expr, $values:ident => $body:expr, $bools:ident => $bool:expr) => {
-        $crate::arrays::with_integers!($array, $values => $body, _ => {
-            macro_rules! float {
-                ($T:ty) => {{
-                    let $values: &[_] = $array.as_primitive::<$T>().values();
-                    $body
-                }};
-            }
-            match $array.data_type() {
-                D::Float16 => float!(t::Float16Type),
-                D::Float32 => float!(t::Float32Type),
-                D::Float64 => float!(t::Float64Type),
-                _ => {
-                    let $bools = $array.as_boolean().values();
-                    $bool
-                }
-            }
-        })
+        $crate::arrays::with_integers!(
+            $array,
+            $values => $body,
+            _ => $crate::arrays::with_floats!($array, $values => $body, $bools => $bool)
+        )
     };
 }
 pub(crate) use with_numbers;
