@@ -255,11 +255,12 @@ def summarize_and_pack(samples: int, repeat: int, seed: int) -> Iterator[Row]:
     work = f"pack, n={samples:,}, {size / 1e6:.0f} MB written"
     ways += [(work, f"rollpack.pack, {threads} thread(s)", lambda threads=threads: packed(threads)) for threads in (1, 2)]
     ways.append((work, "copy between warm buffers (floor)", lambda: np.copyto(target, source)))
-    # One round runs every way once, so that what else the machine does falls on all of them.
+    # One round runs every way once, so that what else the machine does falls on all of them. Every other round runs
+    # backwards: each finds caches and memory as the one before it leaves them.
     seconds: list[list[float]] = [[] for _ in ways]
-    for _ in range(repeat):
-        for times, (_, _, run) in zip(seconds, ways, strict=True):
-            times.append(timed(1, run)[0])
+    for turn in range(repeat):
+        for i in range(len(ways))[:: -1 if turn % 2 else 1]:
+            seconds[i].append(timed(1, ways[i][2])[0])
     for times, (work, way, _) in zip(seconds, ways, strict=True):
         yield {"work": work, "way": way, "seconds": statistics.median(times)}
 

@@ -591,7 +591,7 @@ def test_the_report_says_what_fails_by_how_much_and_why():
     first, *lines = str(report).splitlines()
     assert first == "4 of 15 invariances fail: dp-size dependence"
     assert " ".join(lines[0].split()) == (
-        "data-parallel ranks x 2 dp-size dependence (hard batch, dp 2 x cp 1, zigzag, 100000 tokens per GPU)"
+        "data-parallel ranks x 2 dp-size dependence (hard batch, dp 2 x cp 1, zigzag, 100,000 tokens per GPU)"
     )
 
 
