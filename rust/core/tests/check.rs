@@ -321,6 +321,23 @@ fn a_mask_of_255_and_more_is_summed_and_checked() {
 }
 
 #[test]
+fn no_part_of_a_wide_integer_is_taken_for_the_whole() {
+    // The lowest byte of each is 0 or 1, as are the lowest four of the last two.
+    for wrong in [256, 257, -255, -256, 1 << 31, 1 << 32, (1 << 32) + 1] {
+        // Alone, in a chunk of its own, and in the rest behind one.
+        for (n, at) in [(1, 0), (128, 127), (130, 129)] {
+            let mut mask = vec![Some(1i64); n];
+            mask[at] = Some(wrong);
+            let mask: ArrayRef =
+                Arc::new(ListArray::from_iter_primitive::<arrow_array::types::Int64Type, _, _>([Some(mask)]));
+            let read =
+                read(&[batch(vec![("tokens", lists(&[&vec![7; n + 1]])), ("loss_mask", mask)])], &request());
+            is_data_error(&says(read, &[]), "loss_mask", 0, &[&format!("position {at} is {wrong}, and")]);
+        }
+    }
+}
+
+#[test]
 fn a_mask_is_as_long_as_the_response() {
     data_fault(
         with("loss_mask", lists(&[&[1], &[1], &[1, 0, 1]])),
