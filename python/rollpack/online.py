@@ -15,9 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rollpack import _core
+from rollpack._arguments import integer
 from rollpack._errors import DataError, PlanError, SchemaError
 from rollpack._sources import Request, Source
-from rollpack.cost import CostModel, integer
+from rollpack.cost import CostModel
 from rollpack.packing import PLANNED, PLANNED_PROMPTS, MicroBatch, fresh, pack_rows
 from rollpack.planning import plan
 from rollpack.plans import Settings

@@ -474,7 +474,7 @@ REFUSED = {
     "negative pairs": ({"micro_batch_size": 1, "cost": rollpack.CostModel(1, -1)}, "quadratic .* -1"),
     "cost over int64": (
         {"micro_batch_size": 1, "cost": rollpack.CostModel(2**63)},
-        f"linear is {2**63}; it has to fit an int64",
+        f"linear of the cost model is {2**63}; it has to fit an int64",
     ),
     "cost under int64": ({"micro_batch_size": 1, "cost": rollpack.CostModel(-(2**63) - 1)}, "linear .* to fit an int64"),
     "least int64": ({"micro_batch_size": 1, "cost": rollpack.CostModel(-(2**63))}, "linear .* at least 0"),

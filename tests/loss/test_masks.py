@@ -179,6 +179,20 @@ def test_ranks_that_are_said_and_processes_of_other_kinds_are_right(ranks):
         assert found["summed by hand"] == 0.0  # a placeholder
 
 
+def test_that_every_process_packs_for_rank_0_is_told(ranks):
+    """All would train rank 0's rows, and nobody the others'."""
+    alone, of_step = ranks[0]["all pack for rank 0"]
+    assert alone is None
+    assert of_step.startswith("RollpackError: set_masks failed on 3 of the other ranks")
+    for rank, found in enumerate(ranks[1:], 1):
+        for told in found["all pack for rank 0"]:
+            assert told.startswith(
+                f"PlanError: this process is rank {rank} of 4, and the micro-batch was packed for dp_rank 0"
+            )
+            assert "pass this process's dp_rank= and cp_rank= to pack" in told
+    assert [found["first by their own order"] for found in ranks] == [None] * 4
+
+
 def test_a_mesh_or_group_that_does_not_fit_is_told(ranks):
     expected = {
         "no backend": "there are 4 ranks, and what the trainer does to gradients is not known",

@@ -1,6 +1,7 @@
 """Watching over a step: what is left out, comes twice or belongs elsewhere; and weights are worked out once."""
 
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -49,6 +50,32 @@ def test_what_comes_twice_is_told():
         with reducer.step():
             for batch in (first, second, first):
                 reducer(ones(batch), batch)
+
+
+def test_a_second_epoch_in_one_step_is_told_be_it_over_a_single_micro_batch():
+    """It is packed anew for each epoch; what is the same object is another term of the loss."""
+    reducer = LossReducer()
+    with pytest.raises(rollpack.PlanError, match="micro-batch 0 comes a second time in this step, and would be trained on"):
+        with reducer.step():
+            for _ in range(2):
+                for batch in batches(micro_batch_size=4):
+                    reducer(ones(batch), batch)
+    for _ in range(2):
+        with reducer.step():
+            for batch in batches(micro_batch_size=4):
+                reducer(ones(batch), batch)
+                reducer(ones(batch), batch)
+
+
+def test_a_step_holds_no_micro_batch_that_went_by():
+    reducer, gone = LossReducer(), []
+    with reducer.step():
+        for index in range(4):
+            batch = batches()[index]
+            reducer(ones(batch), batch)
+            assert [held() for held in gone] == [None] * index
+            gone.append(weakref.ref(batch))
+            del batch
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from rollpack._errors import DataError, SchemaError, printable
+from rollpack._errors import DataError, SchemaError, is_printable
 from rollpack._sources.files import of_arrow_file, of_parquet
 from rollpack._sources.parts import Batches, Part, sound
 from rollpack._sources.remote import is_object_ref
@@ -29,7 +29,7 @@ def _of_table(table: pa.Table | pa.RecordBatch) -> Part:
 
 def of_columns(names: Sequence[str], column: Callable[[str], Any], num_rows: int | None = None) -> Part:
     """Columns of Python or numpy values. Those that are not read need not fit into Arrow, nor their names into UTF-8."""
-    names = [name for name in names if printable(name) == name]
+    names = [name for name in names if is_printable(name)]
 
     def convert(name: str) -> Any:
         values = column(name)

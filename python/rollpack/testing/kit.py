@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from rollpack._arguments import integer
 from rollpack._errors import PlanError
 from rollpack._text import counted
 from rollpack.packing import MicroBatch
@@ -319,8 +320,7 @@ class _Result:
 
 
 def _check(run: _Run, target: Target, group_size: int, tolerance: float) -> Report:
-    if group_size < 1:
-        raise PlanError(f"group_size is {group_size}; it has to be at least 1")
+    group_size = integer("group_size", group_size, least=1)
     results = _results(run, target, group_size, tolerance)
     failing = [result for result in results if _fails(result, tolerance)]
     explain = _Explanation(results, failing, target, group_size, tolerance)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollpack._arguments import flag
 from rollpack._errors import PlanError, RollpackError
 from rollpack.packing import MicroBatch
 from rollpack.torch.batches import as_tensor
@@ -70,6 +71,7 @@ class StepMasks:
         try:
             if fault is not None:
                 raise fault
+            flag("cut", cut)
             if len(micro_batches) != len(masks):
                 raise RollpackError(f"there are {len(micro_batches)} micro-batches and {len(masks)} masks; give one each")
             for n, (micro_batch, mask) in enumerate(zip(micro_batches, masks, strict=True)):

@@ -112,9 +112,10 @@ def check_ranks(mesh: Mesh | None, micro_batch: MicroBatch[Any]) -> None:
     Raises:
         PlanError: they differ, or the group that gradients are averaged over is without cp.
     """
-    if mesh is None:
-        return
     dp_size, cp_size = micro_batch.dp_size, micro_batch.cp_size
+    if mesh is None:
+        _check_not_all_the_first(micro_batch)
+        return
     if isinstance(mesh, torch.distributed.ProcessGroup):
         size = torch.distributed.get_world_size(mesh)
         if size == dp_size and cp_size > 1:
@@ -136,6 +137,22 @@ def check_ranks(mesh: Mesh | None, micro_batch: MicroBatch[Any]) -> None:
         raise PlanError(
             f"this process is dp_rank {ranks.dp_rank}, cp_rank {ranks.cp_rank} of the mesh, and the micro-batch was packed "
             f"for dp_rank {micro_batch.dp_rank}, cp_rank {micro_batch.cp_rank}: pass this process's ranks to pack"
+        )
+
+
+def _check_not_all_the_first(micro_batch: MicroBatch[Any]) -> None:
+    """Without a mesh nobody knows which rank this process is. But not all are the first, which ``pack`` takes if not told.
+
+    Where there are more processes than ranks, several of them (tp, pp) are the first.
+    """
+    packed_for = micro_batch.dp_rank, micro_batch.cp_rank
+    if packed_for != (0, 0) or num_processes() != micro_batch.dp_size * micro_batch.cp_size:
+        return
+    if rank := torch.distributed.get_rank():
+        raise PlanError(
+            f"this process is rank {rank} of {num_processes()}, and the micro-batch was packed for dp_rank 0, cp_rank 0: "
+            "pass this process's dp_rank= and cp_rank= to pack (or mesh= to micro_batches). If it is the first of the "
+            "dp x cp ranks all the same, pass LossReducer(mesh=...), which tells"
         )
 
 

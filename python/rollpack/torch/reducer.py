@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -131,7 +131,9 @@ class LossReducer:
     def step(self) -> Iterator[None]:
         """Watch over one optimizer step: each of this rank's micro-batches once, and none of another step.
 
-        Several terms of the loss may be reduced for a micro-batch, one after the other.
+        Several terms of the loss may be reduced for a micro-batch, one after the other: the same object. Packed again, as
+        in the next epoch over the data, it counts as one that comes twice. (The same object in a second epoch over a list
+        of a single micro-batch cannot be told from another term.)
 
         Raises:
             PlanError: a micro-batch of another plan, step or rank, one that comes again after others, or, at the end, some
@@ -274,32 +276,37 @@ def _counts_changes(value: Any) -> bool:
 
 
 class _Seen:
-    """The micro-batches of one step that went by."""
+    """The micro-batches of one step that went by. It holds none of them: their memory is another's by then."""
 
     def __init__(self) -> None:
-        self._first: MicroBatch[Any] | None = None
-        self._last = -1
+        self._of: dict[str, Any] = {}
+        self._number: int | None = None
+        self._last: ref[MicroBatch[Any]] | None = None
         self.indices: set[int] = set()
 
     def add(self, micro_batch: MicroBatch[Any]) -> None:
-        first = self._first = self._first or micro_batch
         for name in ("plan_id", "step", "dp_rank", "cp_rank"):
-            here, there = getattr(first, name), getattr(micro_batch, name)
+            here, there = self._of.setdefault(name, getattr(micro_batch, name)), getattr(micro_batch, name)
             if here != there:
                 raise PlanError(f"this micro-batch has {name} {there}, and the step under way is of {name} {here}")
-        if micro_batch.index in self.indices and micro_batch.index != self._last:
-            raise PlanError(f"micro-batch {micro_batch.index} comes a second time in this step")
-        self._last = micro_batch.index
+        again = self._last is not None and self._last() is micro_batch
+        if micro_batch.index in self.indices and not again:
+            raise PlanError(
+                f"micro-batch {micro_batch.index} comes a second time in this step, and would be trained on twice: an epoch "
+                "over the same micro-batches is a step of its own. All terms of its loss take the same object, one after "
+                "the other"
+            )
+        self._number, self._last = micro_batch.num_micro_batches, ref(micro_batch)
         self.indices.add(micro_batch.index)
 
     def finish(self) -> None:
-        if self._first is None:
+        if not self.indices:
             raise PlanError("the step ended without a micro-batch")
         # While a step arrives, nobody knows how many there are to be.
-        number = self._first.num_micro_batches or self._last + 1
+        number = self._number or max(self.indices) + 1
         missing = sorted(set(range(number)) - self.indices)
         if missing:
             raise PlanError(
-                f"step {self._first.step} has {number} micro-batches on this rank, and "
+                f"step {self._of['step']} has {number} micro-batches on this rank, and "
                 f"{', '.join(map(str, missing))} did not come"
             )

@@ -73,6 +73,9 @@ pub fn sample_weights(
     totals: &Totals,
 ) -> Result<Vec<f64>> {
     mode.check_divisor(totals.divisor)?;
+    for (name, sums) in [("rollout_mask_sums", rollout_mask_sums), ("prompt_mask_sums", prompt_mask_sums)] {
+        check_total(name, sums, totals.num_tokens)?;
+    }
     match mode {
         Mode::SampleMean => means(
             count("num_rollouts", totals.num_rollouts)?,
@@ -91,6 +94,18 @@ pub fn sample_weights(
             count("num_micro_batches", totals.num_micro_batches)?,
             sums("micro_batch_mask_sums", micro_batch_mask_sums, num_samples)?,
         ),
+    }
+}
+
+/// Refuses a part that is larger than the whole.
+fn check_total(name: &str, sums: Option<&[i64]>, num_tokens: Option<i64>) -> Result<()> {
+    match (sums.and_then(|sums| sums.iter().max()), num_tokens) {
+        (Some(sum), Some(tokens)) if *sum > tokens && tokens >= 0 => {
+            plan_error!(
+                "{name} holds {sum}, and num_tokens, the trained tokens of the whole step, is {tokens}"
+            )
+        }
+        _ => Ok(()),
     }
 }
 
