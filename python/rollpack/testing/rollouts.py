@@ -110,7 +110,7 @@ def make_rollouts(seed: int = 0, *, prompts: int = 48, longest: int = 8192) -> p
         A table with ``group_index``, ``rollout_id``, ``tokens``, ``response_length``, ``loss_mask`` and ``reward``.
     """
     seed, prompts = integer("seed", seed, least=0), integer("prompts", prompts, least=1)
-    longest = integer("longest, of a prompt and a response", longest, least=2)
+    longest = integer("longest", longest, least=2)  # a prompt and a response
     random = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
     rollout = 0
