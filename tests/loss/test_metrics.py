@@ -364,6 +364,19 @@ def test_a_micro_batch_that_was_not_added_is_told(calls):
             metrics.log()
 
 
+def test_a_step_that_failed_half_way_can_be_thrown_away():
+    table = EXAMPLES["four_samples"].table()
+    first, *others = rollpack.pack(table, rollpack.plan(table, micro_batch_size=1), token_columns=["loss"])
+    metrics = Metrics({"x": "sample_mean", "y": "max"})
+    metrics.add(first, {"x": 100.0, "y": 100.0})
+    with pytest.raises(rollpack.PlanError, match="did not add each of their micro-batches"):
+        metrics.log()
+    metrics.reset()
+    for micro_batch in (first, *others):
+        metrics.add(micro_batch, {"x": torch.from_numpy(micro_batch.columns["loss"]), "y": 3.0})
+    assert metrics.log() == {"x": pytest.approx(5.75), "y": 3.0}
+
+
 def test_names_may_be_left_out_of_any_micro_batch_in_any_epoch():
     table = EXAMPLES["four_samples"].table()
     first, second = rollpack.pack(table, rollpack.plan(table, micro_batch_size=2))

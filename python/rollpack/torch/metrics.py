@@ -62,12 +62,13 @@ class Metrics:
             if normaliser not in NORMALISERS:
                 raise RollpackError(f"metric {name!r} has normaliser {normaliser!r}, none of {', '.join(NORMALISERS)}")
         self._normalisers = dict(normalisers)
-        self._clear()
+        self.reset()
 
     def __repr__(self) -> str:
         return f"Metrics({self._normalisers})"
 
-    def _clear(self) -> None:
+    def reset(self) -> None:
+        """Throw away what was added since the last log, as after a step that failed half way. Every rank has to."""
         # 0-d float64 on the device: Σ (w) x, or the extreme so far, and the number of tokens that it is of.
         self._values: dict[str, torch.Tensor] = {}
         self._tokens: dict[str, torch.Tensor] = {}
@@ -197,7 +198,8 @@ class Metrics:
         Raises:
             PlanError: the group is not that of the dp x cp ranks, or this process is not in it; ranks declared different
                 metrics, two processes packed for the same rank, ranks added micro-batches of different plans or steps, or
-                some of the K micro-batches of a rank were not added. Every rank of the group raises.
+                some of the K micro-batches of a rank were not added. Every rank of the group raises, and what was added
+                stays: :meth:`reset` throws it away.
         """
         gathered = _gather(self._packed(), group)
         digests, steps, ranks, sizes, places, plans, complete = gathered[:, :_HEADER].T
@@ -235,7 +237,7 @@ class Metrics:
             name: _normalised(self._normalisers[name], values[:, i], float(tokens[:, i].sum()), num_steps)
             for i, name in enumerate(sorted(self._normalisers))
         }
-        self._clear()
+        self.reset()
         return {name: value for name in self._normalisers if (value := logged[name]) is not None}
 
     def _packed(self) -> torch.Tensor:
