@@ -13,6 +13,7 @@ import numpy.typing as npt
 from rollpack import _core
 from rollpack._errors import DataError, PlanError, SchemaError
 from rollpack._sources import Request, Source
+from rollpack._text import counted
 from rollpack.packing import PLANNED, PLANNED_PROMPTS
 from rollpack.planning import plan
 from rollpack.plans import Settings
@@ -85,7 +86,7 @@ def arrived(
             rows = source.take(request)
             if rows.num_rows != len(summary):
                 raise DataError(
-                    f"it had {len(summary)} rows and now {rows.num_rows}: a reader gives them only once, pass a table"
+                    f"it had {counted(len(summary), 'row')} and now {rows.num_rows}: a reader gives them once, pass a table"
                 )
             kinds = _kinds(summary, request, rows)
             for name, found in kinds.items():

@@ -68,7 +68,7 @@ def test_a_mask_that_trains_what_the_plan_does_not_is_refused():
             for at in (~masks[n]).nonzero()[:, 0].tolist():
                 more = [mask.clone() for mask in masks]
                 more[n][at] = True
-                with pytest.raises(rollpack.RollpackError, match="masks of all ranks have 1 tokens that the plan does not"):
+                with pytest.raises(rollpack.RollpackError, match="masks of all ranks have 1 token that the plan does not"):
                     reducer.set_masks(steps, more, cut=cut)
     unpadded = batches()
     with pytest.raises(rollpack.RollpackError, match=r"Is cut= right\?"):
@@ -94,7 +94,7 @@ def test_wrong_use_is_told():
         reducer(steps[0].columns["loss"], steps[0])
     with pytest.raises(rollpack.PlanError, match="1 did not come"):
         reducer.set_masks(steps[:1], masks[:1], cut=True)
-    with pytest.raises(rollpack.RollpackError, match="2 micro-batches and 1 masks"):
+    with pytest.raises(rollpack.RollpackError, match="2 micro-batches and 1 mask;"):
         reducer.set_masks(steps, masks[:1], cut=True)
     with pytest.raises(rollpack.RollpackError, match=r"masks\[0\] is torch.float32"):
         reducer.set_masks(steps, [m.float() for m in masks], cut=True)
@@ -152,15 +152,15 @@ def test_ranks_come_from_a_mesh(ranks):
 
 def test_a_token_that_is_added_on_one_rank_is_told_on_all(ranks):
     for found in ranks:
-        assert "masks of all ranks have 1 tokens that the plan does not train" in found["added"]
+        assert "masks of all ranks have 1 token that the plan does not train" in found["added"]
 
 
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(ranks):
     own = [
         r"RollpackError: masks\[0\] is torch.bool of shape",
         r"RollpackError: masks\[0\] is torch.float32",
-        "RollpackError: there are 2 micro-batches and 1 masks",
-        "RollpackError: there are 2 micro-batches and 0 masks",
+        "RollpackError: there are 2 micro-batches and 1 mask;",
+        "RollpackError: there are 2 micro-batches and 0 masks; one each",
         "PlanError: step 0 has 2 micro-batches on this rank, and 0 did not come",
     ]
     for rank, found in enumerate(ranks):

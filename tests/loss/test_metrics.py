@@ -324,7 +324,7 @@ def test_wrong_use_is_told_and_changes_nothing():
     with pytest.raises(rollpack.PlanError, match="prompt_mean"):
         metrics.add(micro_batch, {"kl": good, "p": good})
     metrics.add(micro_batch, {"kl": good})
-    with pytest.raises(rollpack.PlanError, match="micro-batches for 1 ranks, and this one is for 2: log first"):
+    with pytest.raises(rollpack.PlanError, match="micro-batches for 1 rank, and this one is for 2: log first"):
         metrics.add(batch(dp_size=2), {"kl": good})
     assert metrics.log() == {"kl": pytest.approx(1.0), "p": 0.0}
 

@@ -208,10 +208,10 @@ def test_changed_masks_of_ranks_that_are_not_in_the_group_are_refused(group_of_o
     """The sums of their rollouts would be those of this rank alone."""
     reducer = LossReducer(backend="ddp", mesh=group_of_one, denominators="current")
     batch, _ = micro_batches(dp_size=2)
-    with pytest.raises(rollpack.PlanError, match="the process group has 1 ranks, and the plan is for dp 2 x cp 1"):
+    with pytest.raises(rollpack.PlanError, match="the process group has 1 rank, and the plan is for dp 2 x cp 1"):
         reducer.set_masks([batch], [torch.from_numpy(batch.loss_mask)], cut=True)
     reducer = LossReducer(backend="ddp", mesh=group_of_one)
-    with pytest.raises(rollpack.PlanError, match="the process group has 1 ranks, and the plan is for dp 2 x cp 1"):
+    with pytest.raises(rollpack.PlanError, match="the process group has 1 rank, and the plan is for dp 2 x cp 1"):
         reducer(torch.ones(len(batch.tokens)), batch)
 
 

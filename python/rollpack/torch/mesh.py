@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rollpack._errors import PlanError
+from rollpack._text import counted
 from rollpack.packing import MicroBatch
 from rollpack.plans import Plan
 
@@ -120,11 +121,13 @@ def check_ranks(mesh: Mesh | None, micro_batch: MicroBatch[Any]) -> None:
         size = torch.distributed.get_world_size(mesh)
         if size == dp_size and cp_size > 1:
             raise PlanError(
-                f"the process group has {size} ranks, which are the plan's dp ranks without its cp_size {cp_size}: "
-                "gradients have to be averaged over the dp x cp group, or cp would count double"
+                f"the process group has {counted(size, 'rank')}, which are the plan's dp ranks without its cp_size "
+                f"{cp_size}: gradients have to be averaged over the dp x cp group, or cp would count double"
             )
         if size != dp_size * cp_size:
-            raise PlanError(f"the process group has {size} ranks, and the plan is for dp {dp_size} x cp {cp_size}")
+            raise PlanError(
+                f"the process group has {counted(size, 'rank')}, and the plan is for dp {dp_size} x cp {cp_size}"
+            )
         return
     ranks = _known_ranks(mesh)
     if (ranks.dp_size, ranks.cp_size) != (dp_size, cp_size):

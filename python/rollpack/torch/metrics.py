@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from rollpack._errors import PlanError, RollpackError
+from rollpack._text import counted
 from rollpack.names import OURS
 from rollpack.packing import MicroBatch
 from rollpack.torch.batches import as_tensor
@@ -106,7 +107,9 @@ class Metrics:
         """
         size = micro_batch.dp_size * micro_batch.cp_size
         if self._size not in {0, size}:
-            raise PlanError(f"this log has micro-batches for {self._size} ranks, and this one is for {size}: log first")
+            raise PlanError(
+                f"this log has micro-batches for {counted(self._size, 'rank')}, and this one is for {size}: log first"
+            )
         device = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), None)
         mask = as_tensor(micro_batch.loss_mask, device or "cpu")
         if loss_mask is not None:

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, ref
 import torch
 
 from rollpack._errors import PlanError, RollpackError
+from rollpack._text import counted
 from rollpack.packing import MicroBatch
 from rollpack.torch.backends import BACKENDS, gradient_factor
 from rollpack.torch.batches import as_tensor
@@ -229,8 +230,8 @@ class LossReducer:
             raise TypeError(f"token_loss is a {type(token_loss).__name__}; it has to be a torch tensor")
         if token_loss.shape != (positions,):
             raise RollpackError(
-                f"token_loss has shape {list(token_loss.shape)}, and this micro-batch has {positions} positions: one loss "
-                "each, masked and padded ones included"
+                f"token_loss has shape {list(token_loss.shape)}, and this micro-batch has {counted(positions, 'position')}: "
+                "one loss each, masked and padded ones included"
             )
         if self._seen is not None:
             self._seen.add(micro_batch)
@@ -307,6 +308,6 @@ class _Seen:
         missing = sorted(set(range(number)) - self.indices)
         if missing:
             raise PlanError(
-                f"step {self._of['step']} has {number} micro-batches on this rank, and "
+                f"step {self._of['step']} has {counted(number, 'micro-batch')} on this rank, and "
                 f"{', '.join(map(str, missing))} did not come"
             )

@@ -7,7 +7,7 @@ use crate::balance::{Limit, Shape, Sync, schedule};
 use crate::bins::Bins;
 use crate::cost::{Cost, CostModel};
 use crate::cut::{Cut, MAX_TOKENS};
-use crate::error::plan_error;
+use crate::error::{counted, plan_error};
 use crate::ids::{Grouping, NO_ID, Numbered};
 use crate::keep::{Keep, schedule_units};
 use crate::placed::{Placed, Placing, of};
@@ -182,8 +182,9 @@ pub(crate) fn over_budget(row: &str, length: i64, padded: i64, options: &Options
         Budget::TokensPerGpu(tokens) | Budget::Samples(tokens) => tokens,
     };
     Error::Plan(format!(
-        "{row} has {length} tokens ({} padded), and the budget is {} (max_tokens_per_gpu {per_gpu} x cp_size \
+        "{row} has {} ({} padded), and the budget is {} (max_tokens_per_gpu {per_gpu} x cp_size \
          {cp_size}). Raise max_tokens_per_gpu, or pass oversize='alone' to give it a micro-batch of its own",
+        counted(length, "token"),
         cut.padded_total(padded),
         per_gpu.saturating_mul(cp_size)
     ))

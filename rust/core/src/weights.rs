@@ -2,7 +2,7 @@
 //! over micro-batches and ranks. A new mode is one arm of [`sample_weights`].
 
 use crate::Result;
-use crate::error::plan_error;
+use crate::error::{counted, plan_error};
 
 /// How per-token losses become the loss of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -147,7 +147,11 @@ fn sums<'a>(name: &str, values: Option<&'a [i64]>, num_samples: usize) -> Result
         return missing(name);
     };
     if values.len() != num_samples {
-        return plan_error!("{name} has {} values for {num_samples} samples", values.len());
+        return plan_error!(
+            "{name} has {} for {}",
+            counted(values.len(), "value"),
+            counted(num_samples, "sample")
+        );
     }
     match values.iter().find(|m| **m < 0) {
         Some(m) => plan_error!("{name} holds {m}; a mask sum cannot be negative"),

@@ -196,7 +196,7 @@ fn counts_and_sums_that_cannot_be_are_refused() {
     plan_error(groups, &["prompt_mask_sums holds 4, and num_tokens"]);
     plan_error(
         weigh(Mode::SampleMean, &[1], totals(2, 2, 2)),
-        &["rollout_mask_sums", "1 values", "2 samples"],
+        &["rollout_mask_sums", "1 value for", "2 samples"],
     );
     plan_error(weigh(Mode::PromptMean, &[1, 1, 1], totals(2, 2, 2)), &["3 values", "2 samples"]);
     plan_error(weigh(Mode::SampleMean, &[1, 1], totals(-1, 2, 2)), &["num_rollouts is -1", "negative"]);
