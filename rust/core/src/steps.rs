@@ -14,6 +14,21 @@ pub enum StepSize {
     Prompts(usize),
 }
 
+impl StepSize {
+    pub fn of(global_batch_size: Option<i64>, prompts_per_step: Option<i64>) -> Result<Self> {
+        let size = |name: &str, n: i64| match usize::try_from(n) {
+            Ok(n) if n > 0 => Ok(n),
+            _ => plan_error!("{name} is {n}; it has to be at least 1"),
+        };
+        match (global_batch_size, prompts_per_step) {
+            (None, None) => Ok(Self::Whole),
+            (Some(n), None) => Ok(Self::Rollouts(size("global_batch_size", n)?)),
+            (None, Some(n)) => Ok(Self::Prompts(size("prompts_per_step", n)?)),
+            _ => plan_error!("pass at most one of global_batch_size and prompts_per_step"),
+        }
+    }
+}
+
 /// What becomes of an incomplete last step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Remainder {

@@ -8,7 +8,7 @@ use proptest::prelude::*;
 use rollpack_core::cost::CostModel;
 use rollpack_core::cut::Layout;
 use rollpack_core::online::{Online, Round};
-use rollpack_core::plan::{Budget, Options};
+use rollpack_core::options::{Budget, Options};
 
 /// The rounds of a step whose samples of these lengths come in parts of so many.
 fn rounds(
