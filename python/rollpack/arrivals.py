@@ -65,8 +65,8 @@ def naming(number: int) -> Iterator[None]:
         yield
     except (DataError, SchemaError) as error:
         raise type(error)(f"arrival {number}: {error}", error.column, error.row) from error
-    except PlanError as error:
-        raise PlanError(f"arrival {number}: {error}") from error
+    except (PlanError, TypeError) as error:
+        raise type(error)(f"arrival {number}: {error}") from error
 
 
 def arrived(
@@ -86,7 +86,8 @@ def arrived(
             rows = source.take(request)
             if rows.num_rows != len(summary):
                 raise DataError(
-                    f"it had {counted(len(summary), 'row')} and now {rows.num_rows}: a reader gives them once, pass a table"
+                    f"it had {counted(len(summary), 'row')} and now {rows.num_rows}: a reader gives them only once, "
+                    "pass a table"
                 )
             kinds = _kinds(summary, request, rows)
             for name, found in kinds.items():
@@ -196,14 +197,14 @@ class Arriving:
     def check_totals(self, step: int) -> None:
         """Raises where the totals are not those that weights were made of."""
         prompts, tokens = self.came["prompt_index"], int(self._columns["mask_sum"].sum())
-        for name, stated, found in (
-            ("prompts_per_step", self._settings.prompts_per_step, prompts),
-            ("num_tokens", self._num_tokens, tokens),
+        for name, stated, found, unit in (
+            ("prompts_per_step", self._settings.prompts_per_step, prompts, "prompt group"),
+            ("num_tokens", self._num_tokens, tokens, "trained token"),
         ):
             if stated is not None and stated != found:
                 raise DataError(
-                    f"step {step} has {found} of what {name} counts, and {name} said {stated}: weights were made of that. "
-                    "Leave this optimizer step out"
+                    f"step {step} has {counted(found, unit)}, and {name} said {stated:,}: weights were made of that. Leave "
+                    "this optimizer step out"
                 )
 
 

@@ -132,7 +132,7 @@ def pack_online(
         )
     for name, rank, size in (("dp_rank", dp_rank, settings.dp_size), ("cp_rank", cp_rank, settings.cp_size)):
         if not 0 <= integer(name, rank) < size:
-            raise PlanError(f"{name} is {rank}, and there are {size}, counted from 0")
+            raise PlanError(f"{name} is {rank}; it has to be from 0 to {size - 1}")
     request = Request.make(columns, (), token_columns=token_columns, sample_columns=sample_columns)
     # The core counts rollouts or prompts where it cuts steps, and here it cuts none.
     options = _core.Options(replace(settings, prompts_per_step=None), settings.cut)
@@ -147,7 +147,7 @@ def _check_totals(settings: Settings, num_tokens: Iterable[int] | None) -> None:
     """What weights are made of is stated, for the mode that needs it."""
     rollouts, prompts, mode = settings.global_batch_size, settings.prompts_per_step, settings.loss_aggregation
     if rollouts is None or rollouts < 1:
-        raise PlanError(f"global_batch_size is {rollouts}; it has to be at least 1")
+        raise PlanError(f"global_batch_size is {rollouts}; it has to be an integer of at least 1")
     if mode == "token_mean_legacy":
         raise PlanError("token_mean_legacy divides by the number of micro-batches, which is not known while they arrive")
     if (mode == "prompt_mean") != (prompts is not None):

@@ -229,6 +229,13 @@ def test_wrong_arguments_are_told():
         LossReducer()(torch.zeros(size), batch, loss_mask=torch.ones(size))
     with pytest.raises(TypeError, match="^token_loss is a ndarray; it has to be a torch tensor"):
         LossReducer()(np.zeros(size), batch)
+    with pytest.raises(TypeError, match="^loss_mask is a ndarray; it has to be a torch tensor"):
+        LossReducer()(torch.zeros(size), batch, loss_mask=np.ones(size, bool))
+    for wrong in ([batch], torch.zeros(size)):
+        with pytest.raises(TypeError, match=f"^micro_batch is a {type(wrong).__name__}; it has to be a rollpack.MicroBatch"):
+            LossReducer()(torch.zeros(size), wrong)
+    with pytest.raises(rollpack.PlanError, match="loss_aggregation is ''; it has to be one of"):
+        LossReducer()(torch.zeros(size), batch, loss_aggregation="")
 
 
 def test_loss_and_count_for_megatron_per_token():

@@ -1,6 +1,7 @@
 """Watching over a step: what is left out, comes twice or belongs elsewhere; and weights are worked out once."""
 
 import pickle
+import warnings
 import weakref
 
 import pytest
@@ -34,7 +35,7 @@ def test_a_step_in_which_each_micro_batch_comes_once_is_fine_and_so_is_the_next(
 
 def test_what_was_left_out_is_told():
     reducer = LossReducer()
-    with pytest.raises(rollpack.PlanError, match="step 0 has 4 micro-batches on this rank, and 1, 3 did not come"):
+    with pytest.raises(rollpack.PlanError, match="micro-batches 1, 3 of this rank's 4 in step 0 did not come"):
         with reducer.step():
             for batch in batches()[::2]:
                 reducer(ones(batch), batch)
@@ -104,6 +105,18 @@ def test_a_micro_batch_of_another_step_or_rank_is_told():
             with reducer.step():
                 reducer(ones(one[0]), one[0])
                 reducer(ones(other[0]), other[0])
+
+
+def test_a_step_that_nobody_enters_is_told():
+    """As one writes ``optimizer.step()``: it would watch over nothing."""
+    with pytest.warns(UserWarning, match="reducer.step\\(\\) alone does nothing: write `with reducer.step\\(\\):`"):
+        LossReducer().step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = LossReducer().step()
+        with pytest.raises(rollpack.PlanError, match="without a micro-batch"), step:
+            pass
+        del step
 
 
 def test_an_error_inside_a_step_is_not_hidden_and_ends_it():

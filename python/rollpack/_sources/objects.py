@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -33,6 +33,10 @@ def of_columns(names: Sequence[str], column: Callable[[str], Any], num_rows: int
 
     def convert(name: str) -> Any:
         values = column(name)
+        if not isinstance(values, Iterable):
+            raise SchemaError(
+                f"column '{name}': is {values!r}, and has to hold a value for each row. Rows go into a list: [row]", name
+            )
         if isinstance(values, np.ndarray) and values.ndim > 1:
             values = list(values)
         values = [_array(value) for value in values] if isinstance(values, list) else values

@@ -20,6 +20,8 @@ from rollpack.weights import sample_weights
 
 def check_mask(name: str, mask: torch.Tensor, length: int) -> torch.Tensor:
     """``mask``, if it is [length] bool."""
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"{name} is a {type(mask).__name__}; it has to be a torch tensor")
     if mask.dtype != torch.bool or mask.shape != (length,):
         raise RollpackError(
             f"{name} is {mask.dtype} of shape {list(mask.shape)}; it has to be bool [{length}]. Importance weights go into "

@@ -115,7 +115,7 @@ def check_ranks(mesh: Mesh | None, micro_batch: MicroBatch[Any]) -> None:
     """
     dp_size, cp_size = micro_batch.dp_size, micro_batch.cp_size
     if mesh is None:
-        _check_not_all_the_first(micro_batch)
+        _check_not_all_the_first(micro_batch, None)
         return
     if isinstance(mesh, torch.distributed.ProcessGroup):
         size = torch.distributed.get_world_size(mesh)
@@ -128,6 +128,7 @@ def check_ranks(mesh: Mesh | None, micro_batch: MicroBatch[Any]) -> None:
             raise PlanError(
                 f"the process group has {counted(size, 'rank')}, and the plan is for dp {dp_size} x cp {cp_size}"
             )
+        _check_not_all_the_first(micro_batch, mesh)
         return
     ranks = _known_ranks(mesh)
     if (ranks.dp_size, ranks.cp_size) != (dp_size, cp_size):
@@ -143,19 +144,18 @@ def check_ranks(mesh: Mesh | None, micro_batch: MicroBatch[Any]) -> None:
         )
 
 
-def _check_not_all_the_first(micro_batch: MicroBatch[Any]) -> None:
-    """Without a mesh nobody knows which rank this process is. But not all are the first, which ``pack`` takes if not told.
+def _check_not_all_the_first(micro_batch: MicroBatch[Any], group: torch.distributed.ProcessGroup | None) -> None:
+    """Without a DeviceMesh nobody knows which rank this process is. But not all are the first, which ``pack`` takes untold.
 
     Where there are more processes than ranks, several of them (tp, pp) are the first.
     """
     packed_for = micro_batch.dp_rank, micro_batch.cp_rank
-    if packed_for != (0, 0) or num_processes() != micro_batch.dp_size * micro_batch.cp_size:
+    if packed_for != (0, 0) or num_processes(group) != micro_batch.dp_size * micro_batch.cp_size:
         return
-    if rank := torch.distributed.get_rank():
+    if rank := torch.distributed.get_rank(group):
         raise PlanError(
-            f"this process is rank {rank} of {num_processes()}, and the micro-batch was packed for dp_rank 0, cp_rank 0: "
-            "pass this process's dp_rank= and cp_rank= to pack (or mesh= to micro_batches). If it is the first of the "
-            "dp x cp ranks all the same, pass LossReducer(mesh=...), which tells"
+            f"this process is rank {rank} of {num_processes(group)}, and the micro-batch was packed for dp_rank 0, cp_rank "
+            "0: pass this process's dp_rank= and cp_rank= to pack (or mesh= to micro_batches)"
         )
 
 
