@@ -91,9 +91,9 @@ def main(rank, store, out):
     except rollpack.RollpackError as error:
         found["added"] = str(error)
 
-    def of_one(batches, masks):
+    def of_one(batches, masks, denominators="current"):
         """What is wrong on rank 1 alone, as all are told of it."""
-        reducer = LossReducer(backend="fsdp", denominators="current")
+        reducer = LossReducer(backend="fsdp", denominators=denominators)
         return error_of(lambda: reducer.set_masks(batches, masks, cut=True))
 
     right = [b.loss_mask for b in batches]
@@ -103,6 +103,11 @@ def main(rank, store, out):
         of_one(batches, right[:-1] if rank == 1 else right),
         of_one(batches, [] if rank == 1 else right),
         of_one(batches[1:] if rank == 1 else batches, right),
+        of_one([] if rank == 1 else batches, right),
+        of_one(None if rank == 1 else batches, right),
+        of_one([None, None] if rank == 1 else batches, right),
+        of_one(batches, None if rank == 1 else right),
+        of_one(batches, right, "original" if rank == 1 else "current"),
     ]
     found["wrong on none"] = of_one(batches, right)
 
@@ -122,7 +127,7 @@ def main(rank, store, out):
 def error_of(call):
     try:
         call()
-    except rollpack.RollpackError as error:
+    except (rollpack.RollpackError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -46,6 +46,11 @@ def main(rank, world, store, path, out):
         other.log()
     except ValueError as error:
         logged["error"] = str(error)
+    more = Metrics({"a": "max", "b": "min"} if rank == 0 else {"a": "max"})
+    try:
+        more.log()
+    except ValueError as error:
+        logged["a name more"] = str(error)
     # As are processes that are not the dp x cp ranks of the plan: here each runs the whole of it.
     metrics = Metrics(DECLARED)
     fill(metrics, table, [(0, 0)], dp_size=1, cp_size=1, max_tokens_per_gpu=100)

@@ -13,7 +13,7 @@ from rollpack._errors import PlanError, RollpackError
 from rollpack._text import counted
 from rollpack.packing import MicroBatch
 from rollpack.torch.batches import as_tensor
-from rollpack.torch.mesh import Mesh, reducing_groups
+from rollpack.torch.mesh import Mesh, check_all_reduce, collective_device, reducing_groups
 from rollpack.torch.weights import host_array
 from rollpack.weights import sample_weights
 
@@ -63,40 +63,24 @@ class StepMasks:
         fault: Exception | None = None,
     ) -> None:
         """``fault``: what is wrong with this rank's step already."""
-        first = micro_batches[0]
-        rollouts, prompts = first.num_indices
-        device = getattr(next(iter(masks), first.tokens), "device", "cpu")
-        # All sums in one tensor, so that one collective a group is enough: the mask sums, how many tokens are added to those
-        # of the plan, and how many ranks cannot go on. Those take part too, or the others would wait for them.
-        sums = torch.zeros(rollouts + (prompts or 0) + 2, dtype=torch.int64, device=device)
-        added, faults = sums[-2:-1], sums[-1:]
         self._masks: dict[int, torch.Tensor] = {}
+        sums = torch.zeros(0)
         try:
             if fault is not None:
                 raise fault
             flag("cut", cut)
-            if len(micro_batches) != len(masks):
-                raise RollpackError(
-                    f"there are {counted(len(micro_batches), 'micro-batch')} and {counted(len(masks), 'mask')}; one each"
-                )
-            for n, (micro_batch, mask) in enumerate(zip(micro_batches, masks, strict=True)):
-                local, per_sample, more = _local(f"masks[{n}]", micro_batch, mask, cut=cut)
-                added += more
-                self._masks[micro_batch.index] = local
-                if not micro_batch.is_placeholder:
-                    sums.index_add_(0, as_tensor(micro_batch.rollout_indices, device), per_sample)
-                    if prompts is not None:
-                        sums.index_add_(0, as_tensor(micro_batch.prompt_indices, device) + rollouts, per_sample)
+            sums = self._sums(micro_batches, masks, cut=cut)
+            check_all_reduce(mesh, micro_batches[0].dp_size * micro_batches[0].cp_size)
         except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
-            fault, faults[0] = error, 1
-        for group in reducing_groups(mesh, first.dp_size * first.cp_size):
+            fault = error
+        groups = reducing_groups(mesh)
+        _share_faults(fault, groups)
+        for group in groups:
             torch.distributed.all_reduce(sums, group=group)
+        first = micro_batches[0]
         self._step = first.plan_id, first.step
-        *of_units, new, failed = np.split(sums.cpu().numpy(), [rollouts, -2, -1])
-        if fault is not None:
-            raise fault
-        if failed[0]:
-            raise RollpackError(f"set_masks failed on {failed[0]} of the other ranks: the error there says why")
+        rollouts, prompts = first.num_indices
+        *of_units, new = np.split(sums.cpu().numpy(), [rollouts, -1])
         if new[0]:
             raise RollpackError(
                 f"the masks of all ranks have {counted(new[0], 'token')} that the plan does not train: changed masks take "
@@ -105,6 +89,28 @@ class StepMasks:
             )
         self._rollout_sums, self._prompt_sums = of_units[0], None if prompts is None else of_units[1]
         self._num_tokens = int(self._rollout_sums.sum())
+
+    def _sums(self, micro_batches: Sequence[MicroBatch[Any]], masks: Sequence[torch.Tensor], *, cut: bool) -> torch.Tensor:
+        """Keeps the masks. Gives this rank's mask sums of rollouts and groups, and how many tokens it adds to the plan's.
+
+        It is one tensor, so that one collective a group is enough.
+        """
+        if len(micro_batches) != len(masks):
+            raise RollpackError(
+                f"there are {counted(len(micro_batches), 'micro-batch')} and {counted(len(masks), 'mask')}; one each"
+            )
+        rollouts, prompts = micro_batches[0].num_indices
+        device = getattr(masks[0], "device", "cpu")
+        sums = torch.zeros(rollouts + (prompts or 0) + 1, dtype=torch.int64, device=device)
+        for n, (micro_batch, mask) in enumerate(zip(micro_batches, masks, strict=True)):
+            local, per_sample, more = _local(f"masks[{n}]", micro_batch, mask, cut=cut)
+            sums[-1] += more
+            self._masks[micro_batch.index] = local
+            if not micro_batch.is_placeholder:
+                sums.index_add_(0, as_tensor(micro_batch.rollout_indices, device), per_sample)
+                if prompts is not None:
+                    sums.index_add_(0, as_tensor(micro_batch.prompt_indices, device) + rollouts, per_sample)
+        return sums
 
     def of(self, micro_batch: MicroBatch[Any], mode: str) -> tuple[torch.Tensor, Any]:
         """The mask [T] of this rank, and the sample weights [S] of ``mode``."""
@@ -124,6 +130,18 @@ class StepMasks:
             divisor=micro_batch.divisor if mode == micro_batch.loss_aggregation else None,
         )
         return self._masks[micro_batch.index], weights
+
+
+def _share_faults(fault: Exception | None, groups: Sequence[torch.distributed.ProcessGroup | None]) -> None:
+    """Raises on every rank where one cannot go on: the others would wait for it in a collective."""
+    failed = torch.tensor([fault is not None], dtype=torch.int64)
+    for group in groups:
+        failed = failed.to(collective_device(group))
+        torch.distributed.all_reduce(failed, group=group)
+    if fault is not None:
+        raise fault
+    if number := int(failed):
+        raise RollpackError(f"set_masks failed on {counted(number, 'other rank')}: the error there says why")
 
 
 def _local(

@@ -91,20 +91,30 @@ def own_ranks(plan: Plan, dp_rank: int | None, cp_rank: int | None) -> tuple[int
     return dp_rank or 0, cp_rank or 0
 
 
-def reducing_groups(mesh: Mesh | None, size: int) -> list[torch.distributed.ProcessGroup | None]:
-    """The groups to reduce over, one after the other, for a sum over ``size`` ranks, which are all of dp x cp.
-
-    Raises:
-        PlanError: it cannot be told which processes these are.
-    """
+def reducing_groups(mesh: Mesh | None) -> list[torch.distributed.ProcessGroup | None]:
+    """The groups to reduce over, one after the other, for a sum over all dp x cp ranks."""
     if isinstance(mesh, torch.distributed.ProcessGroup):
         return [mesh]
     if mesh is not None:
         return [mesh.get_group(name) for name in [*_data_dimensions(mesh), *_context_dimension(mesh)]]
-    world = num_processes()
-    if (world or 1) != size:
-        raise PlanError(f"the plan is for {size} dp x cp ranks, and {world or 1} processes run; pass LossReducer(mesh=...)")
-    return [None] if world else []
+    return [None] if num_processes() else []
+
+
+def check_all_reduce(mesh: Mesh | None, size: int) -> None:
+    """That :func:`reducing_groups` are of ``size`` ranks, where no mesh says so.
+
+    Raises:
+        PlanError: it cannot be told which processes the ranks are.
+    """
+    world = num_processes() or 1
+    if mesh is None and world != size:
+        raise PlanError(f"the plan is for {size} dp x cp ranks, and {world} processes run; pass LossReducer(mesh=...)")
+
+
+def collective_device(group: torch.distributed.ProcessGroup | None) -> torch.device:
+    """Where a rank that has no tensor to go by makes one for the group's collectives."""
+    on_cuda = "nccl" in torch.distributed.get_backend(group)
+    return torch.device("cuda", torch.cuda.current_device()) if on_cuda else torch.device("cpu")
 
 
 def check_ranks(mesh: Mesh | None, micro_batch: MicroBatch[Any]) -> None:

@@ -19,7 +19,7 @@ from rollpack.names import OURS
 from rollpack.packing import MicroBatch
 from rollpack.torch.batches import as_tensor
 from rollpack.torch.masks import check_changed
-from rollpack.torch.mesh import num_processes
+from rollpack.torch.mesh import collective_device, num_processes
 from rollpack.torch.weights import mode_weights, token_weights, weighted_sum
 
 _EXTREMES = {"min": math.inf, "max": -math.inf}
@@ -190,7 +190,7 @@ class Metrics:
         """What was added since the last log, over all ranks, as a flat dict. Then a new log begins.
 
         It makes one collective, an all-gather of one float64 tensor of 7 + 2 numbers a name (sums, extremes and counts
-        travel together), and adds up in the order of ranks, so every rank has the same bits.
+        travel together), of 64 names at a time, and adds up in the order of ranks, so every rank has the same bits.
 
         Args:
             group: the process group of the dp x cp ranks; all processes if left out. Every rank of it has to call.
@@ -235,7 +235,7 @@ class Metrics:
                 f"processes {', '.join(map(str, behind))} did not add each of their micro-batches in each step, or pass "
                 "over it: call add for all K of them, placeholders too, and log when the step has ended on every rank"
             )
-        values, tokens = np.split(gathered[:, _HEADER:], 2, axis=1)
+        values, tokens = np.split(gathered[:, _HEADER:], 2, axis=1)  # and zeros behind both
         logged = {
             name: _normalised(self._normalisers[name], values[:, i], float(tokens[:, i].sum()), num_steps)
             for i, name in enumerate(sorted(self._normalisers))
@@ -244,7 +244,7 @@ class Metrics:
         return {name: value for name in self._normalisers if (value := logged[name]) is not None}
 
     def _packed(self) -> torch.Tensor:
-        """[7 + 2 names] float64: see :data:`_HEADER`; then values and counts."""
+        """[7 + 2 rooms] float64: see :data:`_HEADER`; then values and counts, with zeros up to :data:`_ROOM`."""
         declared = sorted(self._normalisers.items())
         place = next(iter(self._ranks)) if len(self._ranks) == 1 and self._size > 1 else None
         at = -1 if place is None else place[0] * self._size + place[1]
@@ -257,12 +257,16 @@ class Metrics:
             for name, normaliser in declared
         ]
         tokens = [self._tokens.get(name, zero).to(device) for name, _ in declared]
-        return torch.cat([torch.tensor(header, dtype=torch.float64, device=device), *(v[None] for v in values + tokens)])
+        spare = [zero] * (-len(declared) % _ROOM)
+        numbers = torch.stack([*values, *spare, *tokens, *spare])
+        return torch.cat([torch.tensor(header, dtype=torch.float64, device=device), numbers])
 
 
 #: A digest of the declaration, the passes over steps, how many ranks this process was, D·C, which rank if it was one of
 #: several, a digest of the plans and steps, and in how many passes each micro-batch came.
 _HEADER = 7
+#: There is room for a multiple of so many names: ranks that declared a name more gather as much, and are told.
+_ROOM = 64
 
 
 class _Weights:
@@ -298,8 +302,7 @@ def _gather(packed: torch.Tensor, group: torch.distributed.ProcessGroup | None) 
     if size is None:
         return packed.cpu().numpy()[None]
     # A rank that added nothing has no device of its own to go by, and all have to take the same.
-    on_cuda = "nccl" in torch.distributed.get_backend(group)
-    packed = packed.to(torch.device("cuda", torch.cuda.current_device()) if on_cuda else "cpu")
+    packed = packed.to(collective_device(group))
     gathered = packed.new_empty(size * len(packed))
     torch.distributed.all_gather_into_tensor(gathered, packed, group=group)
     return gathered.cpu().numpy().reshape(-1, len(packed))

@@ -147,8 +147,9 @@ class LossReducer:
     def set_masks(self, micro_batches: Sequence[MicroBatch[Any]], masks: Sequence[torch.Tensor], *, cut: bool) -> None:
         """Give the changed masks of a whole step, before its first backward, for ``denominators="current"``.
 
-        M_r, M_g and T become those of these masks, all-reduced once over the ranks (of ``mesh``, else of all processes);
-        N and P stay. Every rank has to call it. From then on the reducer takes these masks for these micro-batches.
+        M_r, M_g and T become those of these masks, all-reduced over the ranks (of ``mesh``, else of all processes) once all
+        of them said that nothing is wrong; N and P stay. Every rank has to call it. From then on the reducer takes these
+        masks for these micro-batches.
 
         Args:
             micro_batches: all of this rank's micro-batches of the step.
@@ -162,22 +163,25 @@ class LossReducer:
             RollpackError: a mask has another dtype or shape; or masks add tokens to the plan's. What is wrong on one rank is
                 an error on every rank, so that none waits for it.
         """
-        if self.denominators != "current":
-            raise PlanError("set_masks is for LossReducer(denominators='current'); loss_mask= keeps the original ones")
-        micro_batches, masks, fault = list(micro_batches), list(masks), None
+        fault = None
         try:
+            if self.denominators != "current":
+                raise PlanError("set_masks is for LossReducer(denominators='current'); loss_mask= keeps the original ones")
+            micro_batches, masks = list(micro_batches), list(masks)
             self._check_whole(micro_batches)
-        except PlanError as error:
-            if not micro_batches:
-                raise
+        except Exception as error:  # noqa: BLE001 - the other ranks are told, and do not wait for this one
             fault = error
         self._weights.clear()
         self._masks = StepMasks(micro_batches, masks, cut=cut, mesh=self.mesh, fault=fault)
 
     def _check_whole(self, micro_batches: Sequence[MicroBatch[Any]]) -> None:
         """That these are all micro-batches of this rank in one step."""
+        if not micro_batches:
+            raise PlanError("there is no micro-batch; pass all of this rank's, placeholders too")
         seen = _Seen()
         for micro_batch in micro_batches:
+            if not isinstance(micro_batch, MicroBatch):
+                raise TypeError(f"micro_batches has a {type(micro_batch).__name__}; it has to hold rollpack.MicroBatch")
             check_ranks(self.mesh, micro_batch)
             if micro_batch.index in seen.indices:
                 raise PlanError(f"micro-batch {micro_batch.index} is given twice, and would count twice in denominators")
