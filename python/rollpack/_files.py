@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import shutil
@@ -17,6 +18,12 @@ from rollpack._errors import DataError
 def _beside(path: Path) -> Path:
     """A name for what will become ``path``: in the same folder, so that the last step is one rename."""
     return path.with_name(f".{path.name}.{os.urandom(4).hex()}.tmp")
+
+
+def unfinished(path: Path) -> list[Path]:
+    """What was to become ``path``: of writers that were killed, or that still write."""
+    names = glob.glob(f".{glob.escape(path.name)}.{'[0-9a-f]' * 8}.tmp", root_dir=path.parent)
+    return [path.parent / name for name in sorted(names)]
 
 
 def check_place(path: Path) -> None:

@@ -50,6 +50,8 @@ def write_packed(
 ) -> list[Path]:
     """Pack all ranks and steps into ``directory``, which appears whole or not at all.
 
+    Until then it is called ``.NAME.xxxxxxxx.tmp`` and lies beside; a process that is killed leaves that there.
+
     Args:
         data: the rollouts that were planned.
         plan: the plan.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 import subprocess
 import time
 from contextlib import contextmanager
@@ -57,6 +59,24 @@ def test_pack_killed_at_any_moment_leaves_no_short_file_that_opens(many, tmp_pat
         assert whole in ([], [MICRO_BATCHES] * 2), "what has its own name is whole"
         midway += running and None in opened
     assert midway > 0, "no run was killed while it wrote; it writes faster than this test kills"
+
+
+def test_what_a_killed_run_left_is_named_and_hinders_nobody(many, tmp_path):
+    output, others = tmp_path / "out[1]", [tmp_path / ".out1.12345678.tmp", tmp_path / ".out[1].tmp"]
+    for other in others:  # of outputs with other names
+        other.mkdir()
+    while not (found := set(tmp_path.iterdir()) - {output, *others}):
+        shutil.rmtree(output, ignore_errors=True)  # it was done before it was killed
+        killed(start("pack", many, *FLAGS, "-o", output), tmp_path, 0.02)
+    (left,) = found
+    ended = rollpack_process("pack", many, *FLAGS, "-o", output, "--json")
+    assert ended.returncode == 0
+    assert ended.stderr == (
+        f"rollpack: warning: {left}: left by a run that was killed, or being written by another; if none runs, remove it\n"
+    )
+    assert json.loads(ended.stdout)["output"] == str(output)
+    assert [micro_batches(path) for path in output.iterdir()] == [MICRO_BATCHES] * 2
+    assert left.is_dir()
 
 
 @pytest.mark.parametrize("command", ["plan", "report"])

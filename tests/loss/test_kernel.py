@@ -82,7 +82,12 @@ def test_a_graph_that_is_captured_works_weights_out_itself(monkeypatch):
 
 def test_what_only_stands_for_a_tensor_on_a_gpu_is_left_to_torch():
     with FakeTensorMode():
+        mask = torch.ones(3, dtype=torch.bool, device="cuda")
+        try:
+            _ = ~mask
+        except RuntimeError as error:
+            pytest.skip(f"this torch, as 2.6 does, asks for a driver to invert what only stands for a mask: {error}")
         values = torch.ones(3, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        of_tokens = token_weights(torch.ones(3, dtype=torch.bool, device="cuda"), *torch.zeros(2, 3, device="cuda").long())
+        of_tokens = token_weights(mask, *torch.zeros(2, 3, device="cuda").long())
         total = weighted_sum(values, of_tokens.float())
     assert (total.device.type, total.dtype, total.requires_grad) == ("cuda", torch.float32, True)

@@ -169,6 +169,7 @@ def test_what_is_returned_shares_no_memory_with_what_is_kept():
     assert reducer(ones(batch), batch).item() == pytest.approx(1.0)
 
 
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")  # torch's own
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_it_compiles_without_a_graph_break(dtype):
     reducer = LossReducer(backend="none")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
+from rollpack._files import unfinished
 from rollpack._text import counted
 from rollpack.cli import plan as planning
 from rollpack.cli._arguments import UsageError, add_input, add_json, add_plan_options, flag, names, plan_options
@@ -21,6 +23,7 @@ examples:
   rollpack pack rollouts.parquet --plan batch.plan -o packed --token-columns log_probs --sample-columns reward
 
 DIR gets one Arrow IPC file a rank, dp0-cp0.arrow and so on, a row a micro-batch; it appears whole or not at all.
+A run that is killed leaves .DIR.xxxxxxxx.tmp beside it; the next names that, and leaves it, as another may be writing.
 rollpack.read_packed(path) gives the micro-batches of a file back.
 """
 
@@ -48,6 +51,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise FileExistsError(f"{output} is there already; remove it, or choose another place")
     if not output.parent.is_dir():
         raise NotADirectoryError(f"{output.parent} is no directory; make it first")
+    if left := unfinished(output):
+        found = ", ".join(map(str, left))
+        warnings.warn(
+            f"{found}: left by a run that was killed, or being written by another; if none runs, remove it", stacklevel=2
+        )
     plan = _plan(arguments)
     total = sum(step.num_micro_batches for step in plan.steps) * plan.settings.dp_size * plan.settings.cp_size
     files = Input(arguments.files)
