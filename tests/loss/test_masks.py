@@ -94,6 +94,8 @@ def test_wrong_use_is_told():
         reducer(steps[0].columns["loss"], steps[0])
     with pytest.raises(rollpack.PlanError, match="1 did not come"):
         reducer.set_masks(steps[:1], masks[:1], cut=True)
+    with pytest.raises(rollpack.PlanError, match="the step ended without a micro-batch"):
+        reducer.set_masks([], [], cut=True)
     with pytest.raises(rollpack.RollpackError, match="2 micro-batches and 1 masks"):
         reducer.set_masks(steps, masks[:1], cut=True)
     with pytest.raises(rollpack.RollpackError, match=r"masks\[0\] is torch.float32"):
