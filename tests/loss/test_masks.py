@@ -77,6 +77,14 @@ def test_a_mask_that_trains_what_the_plan_does_not_is_refused():
         reducer.set_masks(unpadded, [whole_masks(b, MASKS) for b in unpadded], cut=True)
 
 
+def test_a_token_that_is_added_to_a_step_of_one_rollout_is_refused_too():
+    table = FOUR_SAMPLES.table().slice(3, 1)
+    (packed,) = rollpack.pack(table, rollpack.plan(table, micro_batch_size=1))
+    mask = packed.to("cpu").loss_mask
+    with pytest.raises(rollpack.RollpackError, match="masks of all ranks have 3 tokens that the plan does not train"):
+        LossReducer(denominators="current").set_masks([packed], [torch.ones_like(mask)], cut=True)
+
+
 def test_another_mode_takes_the_new_masks_too():
     steps = batches(loss_aggregation="prompt_mean")
     reducer = LossReducer(denominators="current")
