@@ -145,6 +145,16 @@ def test_a_summary_that_was_sent_is_joined_with_one_made_here():
         assert rollpack.Summary.concat([here, sent]).to_arrow().equals(rollpack.Summary.concat([here, there]).to_arrow())
 
 
+def test_shards_may_be_joined_in_several_steps():
+    first, second, third = (rollpack.summarize(table, source=name) for name, table in cut(WHOLE, 2, 4).items())
+    outer = rollpack.Summary.concat([third, first])
+    whole = rollpack.Summary.concat([outer, second])
+    assert whole.sources == (("part-0", 2), ("part-1", 2), ("part-2", 3))
+    assert whole.to_arrow()["mask_sum"].to_pylist() == [1, 1, 2, 1, 0, 2, 0]
+    assert whole.to_arrow()["row"].to_pylist() == [0, 1, 0, 1, 0, 1, 2]
+    assert len(outer) == 5
+
+
 def test_a_summary_prints_groups_and_sources():
     one, other = (rollpack.summarize(WHOLE, source=name, groups=True) for name in "ab")
     assert repr(one) == "Summary(7 samples, 21 tokens, 7 trained, with groups)"
