@@ -172,6 +172,7 @@ def test_summaries_can_be_pickled_saved_and_sent(source, without, tmp_path):
         back = pickle.loads(pickle.dumps(made))
         assert back.to_arrow().equals(made.to_arrow())
         assert (back.rollout_key, back.group_key, back.sources) == (made.rollout_key, made.group_key, made.sources)
+        assert back.request == made.request
         arguments = {"micro_batch_size": 3, "loss_aggregation": "prompt_mean"}
         assert rollpack.plan(back, **arguments).id == rollpack.plan(made, **arguments).id
     assert rollpack.Summary.load(tmp_path / "x.summary").to_arrow().equals(summary.to_arrow())
@@ -411,6 +412,30 @@ def test_what_cannot_be_joined_is_refused():
     )
     renamed = WHOLE.rename_columns(["input_ids", *WHOLE.column_names[1:]])
     refused(rollpack.SchemaError, "name the columns alike", [one(), one("b", renamed, columns={"tokens": "input_ids"})])
+
+
+def test_shards_that_differ_are_told_by_the_first_column_that_one_has_alone():
+    bare = WHOLE.drop_columns(["loss_mask"]).append_column("response_length", pa.array([1] * 7))
+    no_ids = WHOLE.drop_columns(["rollout_id"])
+    pairs = {"rollout_key": ("group_index", "rollout_id")}, {"rollout_key": ("rollout_id", "group_index")}
+    for column, (table, here), (other, there) in (
+        ("loss_mask", (WHOLE, {}), (bare, {})),
+        ("response_length", (bare, {"columns": {"rollout_id": None}}), (no_ids, {"columns": {"rollout_id": None}})),
+        ("rollout_id", (no_ids, {}), (WHOLE, {})),
+        ("group_index", (WHOLE, {}), (WHOLE, {"groups": True})),
+        (None, (WHOLE, pairs[0]), (WHOLE, pairs[1])),
+    ):
+        shards = [rollpack.summarize(table, source="a", **here), rollpack.summarize(other, source="b", **there)]
+        with pytest.raises(rollpack.SchemaError) as told:
+            rollpack.Summary.concat(shards)
+        assert told.value.column == column
+
+
+def test_several_summaries_are_no_data():
+    summary = rollpack.summarize(WHOLE, source="a")
+    for data in ([summary, summary], [WHOLE, summary], (summary, WHOLE)):
+        with pytest.raises(rollpack.PlanError, match=r"these are several summaries; join them: rollpack.Summary.concat"):
+            rollpack.plan(data, micro_batch_size=1)
 
 
 @pytest.mark.parametrize(
