@@ -275,7 +275,7 @@ def try_file(name: str, copy: Path, only: set[int]) -> dict[str, int]:
         if only and not only & {*place}:
             continue
         path.write_text(mutant)
-        run = [of for of in found if {*place} & {*of[2]} or (at_import and of[2])]
+        run = [of for of in found if at_import or not {*place}.isdisjoint(of[2])]
         chosen = run + [of for of in found if of[3] and of not in run]
         cpu, wall = (LEAST + FACTOR * sum(of[i] for of in chosen) for i in (0, 1))
         end = forked(cpu, wall, [of[-1] for of in chosen]) if chosen else "lived"

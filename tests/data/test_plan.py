@@ -470,8 +470,8 @@ REFUSED = {
     "sync": ({"micro_batch_size": 1, "sync": "never"}, "step or micro_batch"),
     "keep_together": ({"micro_batch_size": 1, "keep_together": "prompt"}, "group, rollout or None"),
     "cost": ({"micro_batch_size": 1, "cost": "flops"}, "tokens, attention or a CostModel"),
-    "negative cost": ({"micro_batch_size": 1, "cost": rollpack.CostModel(-1)}, "linear .* -1"),
-    "negative pairs": ({"micro_batch_size": 1, "cost": rollpack.CostModel(1, -1)}, "quadratic .* -1"),
+    "negative cost": ({"micro_batch_size": 1, "cost": rollpack.CostModel(-1)}, "^linear of the cost model is -1"),
+    "negative pairs": ({"micro_batch_size": 1, "cost": rollpack.CostModel(1, -1)}, "^quadratic of the cost model is -1"),
     "cost over int64": (
         {"micro_batch_size": 1, "cost": rollpack.CostModel(2**63)},
         f"linear is {2**63}; it has to fit an int64",
