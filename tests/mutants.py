@@ -276,9 +276,10 @@ def try_file(name: str, copy: Path, only: set[int]) -> dict[str, int]:
             continue
         path.write_text(mutant)
         run = [of for of in found if at_import or not {*place}.isdisjoint(of[2])]
-        chosen = run + [of for of in found if of[3] and of not in run]
+        # What no test runs may run at import.
+        chosen = run + [of for of in found if of[3] and of not in run] if run else found
         cpu, wall = (LEAST + FACTOR * sum(of[i] for of in chosen) for i in (0, 1))
-        end = forked(cpu, wall, [of[-1] for of in chosen]) if chosen else "lived"
+        end = forked(cpu, wall, [of[-1] for of in chosen])
         counts["found"] += 1
         counts[end] += 1
         if end != "killed":

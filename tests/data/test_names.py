@@ -124,6 +124,22 @@ def test_whether_empty_rows_count_has_to_be_said_as_it_is_there():
         plan("trl:grpo", empty="skip")
 
 
+#: Means over tokens alone have no unit that could be without one.
+OVER_TOKENS = {"Σ m x / T", "(1/K) Σ_k ( Σ m x / T_k )"}
+
+
+@pytest.mark.filterwarnings("ignore:token_mean_legacy is a mean of micro-batch means")
+@pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.mode])
+def test_every_name_that_counts_units_says_whether_those_that_are_empty_count(name):
+    if MODES[name].formula in OVER_TOKENS:
+        assert plan(name, empty="skip").to_arrow().equals(plan(name, empty="count").to_arrow())
+        return
+    counted = "skip" if name in {"nemo-rl:sequence_level", "openrlhf:seq-mean-token-mean"} else "count"
+    plan(name, empty=counted)
+    with pytest.raises(rollpack.PlanError, match=f"pass empty='{counted}'"):
+        plan(name, empty="count" if counted == "skip" else "skip")
+
+
 def test_a_trainers_name_without_its_prefix_is_told_with_it():
     for name, meant in (
         ("dapo", "trl:dapo"),
