@@ -70,6 +70,7 @@ def main(rank, world, store, path, out):
     refused("another plan", packed(1 + rank % 2))
     refused("one rank", packed(1) if rank == 1 else [])
     refused("a micro-batch less", packed(1)[: -1 if rank == 1 else None])
+    refused("an epoch less", packed(1) * (1 if rank == 1 else 2))
     with open(f"{out}.{rank}", "w") as file:
         json.dump({"logged": logged, "calls": calls}, file)
     torch.distributed.destroy_process_group()

@@ -179,6 +179,7 @@ def test_real_processes(world, tmp_path):
     assert "of different plans or steps: plan alike on all of them" in logged.pop("another plan")
     assert f"and the {world} processes that were gathered added micro-batches of 1: call add" in logged.pop("one rank")
     assert "processes 1 did not add each of their micro-batches" in logged.pop("a micro-batch less")
+    assert "processes 1 did not add each of their micro-batches in each step, or pass" in logged.pop("an epoch less")
     assert f"for 1 dp x cp ranks, and the {world} processes that were gathered added micro-batches of {world}" in logged.pop(
         "group"
     )
@@ -188,7 +189,7 @@ def test_real_processes(world, tmp_path):
         assert values == pytest.approx(EXPECTED, rel=1e-14)
     full = 7 + 2 * len(DECLARED)
     # One for each call of log().
-    assert ranks[0]["calls"] == [full, full] * len(layouts) + [full] + [9, full, 9, 9, 9]
+    assert ranks[0]["calls"] == [full, full] * len(layouts) + [full] + [9, full, 9, 9, 9, 9]
 
 
 def batch(**arguments):
