@@ -1,5 +1,6 @@
 """Metrics: what each normaliser means, that no cut changes it, and that one collective gathers all."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -363,6 +364,22 @@ def test_a_micro_batch_that_was_not_added_is_told(calls):
     if calls == 1:
         with pytest.raises(rollpack.PlanError, match="in each step, or pass over it"):
             metrics.log()
+
+
+def test_of_a_step_that_arrives_none_before_the_last_may_be_missing():
+    """How many there are to be nobody knows, so that the last may be missing unseen."""
+    table = EXAMPLES["four_samples"].table()
+    packed = rollpack.pack(table, rollpack.plan(table, micro_batch_size=1))
+    every = [dataclasses.replace(m, num_micro_batches=None) for m in packed]
+    for missing in range(len(every)):
+        metrics = Metrics({"x": "sample_mean"})
+        for micro_batch in every[:missing] + every[missing + 1 :]:
+            metrics.add(micro_batch, {"x": 1.0})
+        if missing < len(every) - 1:
+            with pytest.raises(rollpack.PlanError, match="processes 0 did not add each of their micro-batches"):
+                metrics.log()
+        else:
+            assert metrics.log() == {"x": pytest.approx(0.75)}
 
 
 def test_names_may_be_left_out_of_any_micro_batch_in_any_epoch():
