@@ -250,10 +250,20 @@ def test_a_source_that_is_no_text_is_refused():
         rollpack.summarize(WHOLE, source="a\udcff")
 
 
-@pytest.mark.parametrize("rows", [[7], [-2], [0, 99], [0.5, 3], [True]])
-def test_rows_that_the_plan_does_not_have_are_refused(rows):
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([7], "there is no row 7: the data of this plan has 7"),
+        ([-2, 3], "there is no row -2:"),
+        ([99, 0], "there is no row 99:"),
+        ([9, -1], "there is no row 9:"),
+        ([0.5, 3], "rows are float64; they have to be integers"),
+        ([True], "rows are bool; they have to be integers"),
+    ],
+)
+def test_rows_that_the_plan_does_not_have_are_refused(rows, words):
     plan = rollpack.plan(joined(cut(WHOLE, 2, 4)), micro_batch_size=7)
-    with pytest.raises(rollpack.PlanError, match=r"row|integers"):
+    with pytest.raises(rollpack.PlanError, match=words):
         plan.rows_by_source(np.array(rows))
     assert plan.rows_by_source(np.array([-1])) == {}
     assert plan.rows_by_source(np.array([])) == {}
