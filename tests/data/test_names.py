@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 import rollpack
-from rollpack.names import MODES, VERSIONS, mode_of, takes_divisor
+from rollpack.names import LAYOUTS, MODES, OURS, VERSIONS, mode_of, takes_divisor
 
 #: Rows with a loss for each response token, one of them all masked, groups of 2 and 3.
 LOSSES = [[4], [1, 2, 3], [10, 20], [1, 100, 2, 3], [7]]
@@ -70,6 +70,15 @@ def test_a_name_means_what_its_formula_says(name):
     loss = sum(weights[row] * float(total([row])) for row in ROWS)
     assert loss == pytest.approx(float(BY_HAND[MODES[name].formula](cut, MODES[name].empty)), rel=1e-14)
     assert made.settings.loss_aggregation == MODES[name].mode
+
+
+def test_our_names_are_those_that_the_core_knows():
+    for layout in LAYOUTS:
+        assert rollpack.plan(table(), micro_batch_size=1, cp_size=2, layout=layout).settings.layout == layout
+    for mode in OURS:
+        divisor = 10.0 if mode == "constant" else None
+        made = rollpack.plan(table(), micro_batch_size=1, loss_aggregation=mode, divisor=divisor)
+        assert made.settings.loss_aggregation == mode
 
 
 def test_every_trainer_has_names_and_every_name_a_trainer():

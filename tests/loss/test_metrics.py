@@ -366,6 +366,17 @@ def test_a_micro_batch_that_was_not_added_is_told(calls):
             metrics.log()
 
 
+def test_a_rank_that_left_out_a_whole_step_is_told():
+    table = EXAMPLES["four_samples"].table()
+    plan = rollpack.plan(table, micro_batch_size=1, dp_size=2, global_batch_size=2)
+    metrics = Metrics({"x": "sample_mean"})
+    for step, dp_rank in [(0, 0), (0, 1), (1, 0)]:
+        (micro_batch,) = rollpack.pack(table, plan, step=step, dp_rank=dp_rank)
+        metrics.add(micro_batch, {"x": 1.0})
+    with pytest.raises(rollpack.PlanError, match="processes 0 did not add each of their micro-batches in each step"):
+        metrics.log()
+
+
 def test_of_a_step_that_arrives_none_before_the_last_may_be_missing():
     """How many there are to be nobody knows, so that the last may be missing unseen."""
     table = EXAMPLES["four_samples"].table()
