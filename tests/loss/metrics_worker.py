@@ -40,6 +40,11 @@ def main(rank, world, store, path, out):
     metrics = Metrics(DECLARED)
     fill(metrics, table, [(rank % size, 0)], dp_size=size, cp_size=1, max_tokens_per_gpu=8)
     logged["of a group"] = metrics.log(group=groups[rank // size])
+    # Of a pipeline only the last stage has something to add.
+    metrics = Metrics(DECLARED)
+    if rank == world - 1:
+        fill(metrics, table, [(0, 0)], dp_size=1, cp_size=1, max_tokens_per_gpu=8)
+    logged["of a pipeline"] = metrics.log()
     # Ranks that declared something else are told, all of them.
     other = Metrics({"a": "max"} if rank else {"a": "min"})
     try:

@@ -185,12 +185,12 @@ def test_real_processes(world, tmp_path):
         "group"
     )
     layouts = [f"{world // c}x{c}" for c in (1, 2, 4) if c <= world]
-    assert list(logged) == [*layouts, "of a group"]
+    assert list(logged) == [*layouts, "of a group", "of a pipeline"]
     for values in logged.values():
         assert values == pytest.approx(EXPECTED, rel=1e-14)
     full = 7 + 2 * len(DECLARED)
     # One for each call of log().
-    assert ranks[0]["calls"] == [full, full] * len(layouts) + [full] + [9, full, 9, 9, 9, 9]
+    assert ranks[0]["calls"] == [full, full] * len(layouts) + [full, full] + [9, full, 9, 9, 9, 9]
 
 
 def batch(**arguments):
