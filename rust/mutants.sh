@@ -14,8 +14,8 @@ declare -A tests=(
     [arrays]="--test=arrays --test=check --test=pack" [balance]="$bins" [bins]="$bins" [carry]="--test=pack"
     [check]="--test=check" [columns]="--test=check" [cost]="--test=plan" [cut]="--test=cut" [error]="--test=check"
     [ids]="--test=check" [keep]="--test=plan" [left]="$bins" [lockstep]="$bins" [online]="--test=online"
-    [pack]="--test=pack" [partition]="$bins" [plan]="--test=plan" [placed]="--test=plan" [rows]="--test=pack" [steps]="--test=steps"
-    [summary]="--test=summary --test=check" [swaps]="$bins" [waits]="--test=plan" [weights]="--test=weights"
+    [options]="--test=options --test=plan" [pack]="--test=pack" [partition]="$bins" [plan]="--test=plan" [placed]="--test=plan" [rows]="--test=pack"
+    [steps]="--test=steps --test=options" [summary]="--test=summary --test=check" [swaps]="$bins" [waits]="--test=plan" [weights]="--test=weights"
 )
 files=() options=()
 for argument; do

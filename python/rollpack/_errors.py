@@ -8,9 +8,9 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def word(value: object) -> str:
-    """An argument that has to be a word, for the core, which says of any other which ones it may be."""
-    return value if isinstance(value, str) and printable(value) == value else ascii(value)
+def is_printable(text: str) -> bool:
+    """Whether UTF-8 can hold it."""
+    return printable(text) == text
 
 
 class RollpackError(ValueError):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import operator
-from typing import NamedTuple, SupportsIndex
+from typing import NamedTuple
 
+from rollpack._arguments import integer
 from rollpack._errors import PlanError
 
 
@@ -55,10 +55,7 @@ class CostModel(NamedTuple):
         given = {"layers": layers, "hidden": hidden, "heads": heads, "ffn": ffn, "vocab": vocab}
         given |= {"kv_heads": heads if kv_heads is None else kv_heads}
         given |= {} if head_dim is None else {"head_dim": head_dim}
-        size = {name: integer(name, value) for name, value in given.items()}
-        for name, value in size.items():
-            if value < 1:
-                raise PlanError(f"{name} of the transformer is {value}; it has to be at least 1")
+        size = {name: integer(f"{name} of the transformer", value, least=1) for name, value in given.items()}
         if head_dim is None and size["hidden"] % size["heads"]:
             raise PlanError(f"heads={heads} does not divide hidden={hidden}; pass head_dim")
         width = size.get("head_dim", size["hidden"] // size["heads"])
@@ -79,22 +76,8 @@ def cost_model(cost: str | CostModel) -> CostModel:
         return NAMED[cost]
     if not isinstance(cost, tuple) or len(cost) != len(CostModel._fields):
         raise PlanError(f"cost is {cost!r}; it has to be {', '.join(NAMED)} or a CostModel")
-    linear, quadratic = (integer(name, value) for name, value in zip(CostModel._fields, CostModel(*cost), strict=True))
-    for name, value in (("linear", linear), ("quadratic", quadratic)):
-        if value < 0:
-            raise PlanError(f"{name} of the cost model is {value}; it has to be at least 0")
-    return CostModel(linear, quadratic)
-
-
-def integer(name: str, value: SupportsIndex) -> int:
-    """An argument that has to be an integer, of Python's or of numpy's types."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise PlanError(f"{name} is {value!r}; it has to be an integer") from None
-    if not -(2**63) <= number < 2**63:
-        raise PlanError(f"{name} is {number}; it has to fit an int64")
-    return number
+    named = zip(CostModel._fields, cost, strict=True)
+    return CostModel(*(integer(f"{name} of the cost model", value, least=0) for name, value in named))
 
 
 #: FLOPs of models by name. Sizes are those of the config.json that each model is published with.

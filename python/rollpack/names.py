@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from rollpack._errors import PlanError, word
+from rollpack._arguments import word
+from rollpack._errors import PlanError
 
 #: The trainers, and the release, commit or year of the code that each was read in.
 VERSIONS = {

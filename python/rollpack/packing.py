@@ -12,10 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rollpack import _core
-from rollpack._errors import DataError, PlanError
+from rollpack._arguments import integer
+from rollpack._errors import DataError
 from rollpack._sources import Request, Shards, Source
 from rollpack._text import counted
-from rollpack.cost import integer
 from rollpack.plans import Plan
 
 if TYPE_CHECKING:
@@ -155,8 +155,7 @@ def pack(
         SchemaError: a column is missing or has a type that cannot be read.
     """
     step = plan._checked(step, dp_rank, cp_rank)
-    if integer("num_threads", num_threads) < 1:
-        raise PlanError(f"num_threads is {num_threads}; it has to be at least 1")
+    num_threads = integer("num_threads", num_threads, least=1)
     rows = plan._rows_of(step, dp_rank)
     packer = Packer(data, plan.columns, token_columns, sample_columns, sources=plan.sources, rows=rows)
     return packer.rank(plan, step, dp_rank, cp_rank, num_threads=num_threads)

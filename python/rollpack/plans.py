@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from rollpack._arguments import flag, integer, number, word
 from rollpack._arrow import int64_array
-from rollpack._errors import DataError, PlanError, word
+from rollpack._errors import DataError, PlanError
 from rollpack._files import Saved, digest
 from rollpack._text import counted
-from rollpack.cost import cost_model, integer
+from rollpack.cost import cost_model
 from rollpack.summary import SourceName
 
 if TYPE_CHECKING:
@@ -68,17 +69,14 @@ class Settings:
         """From arguments as callers give them; the core knows which of them go together.
 
         Raises:
-            PlanError: one that has to be a number is none.
+            PlanError: one that has to be a number, or True or False, is none.
         """
-        try:
-            divisor = None if divisor is None else float(divisor)
-        except (TypeError, ValueError):
-            raise PlanError(f"divisor is {divisor!r}; it has to be a number") from None
+        divisor = None if divisor is None else number("divisor", divisor)
         kinds = _kinds()
         for name, value in arguments.items():
             if kinds[name] in {int, str} or value is not None:
                 arguments[name] = integer(name, value) if kinds[name] in {int, int | None} else word(value)
-        return cls(divisor=divisor, placeholders=bool(placeholders), cost=cost_model(cost), **arguments)
+        return cls(divisor=divisor, placeholders=flag("placeholders", placeholders), cost=cost_model(cost), **arguments)
 
     @property
     def cut(self) -> tuple[int, str, int, int]:

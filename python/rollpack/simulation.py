@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from rollpack import _core
-from rollpack._errors import PlanError, word
+from rollpack._arguments import integer, number, word
+from rollpack._errors import PlanError
 from rollpack._text import counted
-from rollpack.cost import MODELS, CostModel, cost_model, integer
+from rollpack.cost import MODELS, CostModel, cost_model
 from rollpack.names import mode_of, takes_divisor
 from rollpack.planning import checked, needs_groups, plan
 from rollpack.plans import Plan, Settings
@@ -198,7 +199,7 @@ def simulate(
     cost = _model(model)
     if trainer not in TRAINERS:
         raise PlanError(f"trainer is {trainer!r}; it has to be {', '.join(TRAINERS)}")
-    mfu, overhead = _number("mfu", mfu), _number("overhead", overhead)
+    mfu, overhead = number("mfu", mfu), number("overhead", overhead)
     if not 0 < mfu <= 1:
         raise PlanError(f"mfu is {mfu}; it has to be above 0, and at most 1")
     if not 0 <= overhead < math.inf:
@@ -298,7 +299,7 @@ def _model(model: str | CostModel) -> CostModel:
 def _peak(device: str | float) -> float:
     if isinstance(device, str) and device not in DEVICES:
         raise PlanError(f"device is {device!r}; it has to be {', '.join(DEVICES)} or a peak in FLOP/s")
-    peak = _number("device", DEVICES[device] if isinstance(device, str) else device)
+    peak = number("device", DEVICES[device] if isinstance(device, str) else device)
     if not 0 < peak < math.inf:
         raise PlanError(f"device is {peak} FLOP/s; it has to be above 0")
     return peak
@@ -312,10 +313,3 @@ def _listed(name: str, values: Any) -> list[Any]:
 
 def _integers(name: str, values: Sequence[int]) -> list[int]:
     return [integer(f"one of {name}", value) for value in _listed(name, values)]
-
-
-def _number(name: str, value: float) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise PlanError(f"{name} is {value!r}; it has to be a number") from None

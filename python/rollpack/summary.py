@@ -14,7 +14,7 @@ import pyarrow as pa
 
 from rollpack import _core
 from rollpack._arrow import int64_array
-from rollpack._errors import DataError, PlanError, RollpackError, SchemaError, printable
+from rollpack._errors import DataError, PlanError, RollpackError, SchemaError, is_printable
 from rollpack._files import Saved, digest
 from rollpack._sources import Request, Source, reading
 from rollpack._text import counted
@@ -266,7 +266,7 @@ def summarize(
         columns: names in the data that differ, as ``{"tokens": "input_ids"}``; ``{"loss_mask": None}`` leaves one out.
         rollout_key: the column, or the columns together, that tell rollouts apart. ``("group_index", "rollout_id")``
             where rollout ids are unique only within their prompt, ``("source", "rollout_id")`` where they are only within
-            their source.
+            their source. Of an empty sequence, as of ``columns={"rollout_id": None}``, each row is its own rollout.
         source: what this shard of the data is called (a path, a host, a number), for :meth:`Summary.concat`: shards are
             ordered by it. Where it is given, ``"source"`` in a key means this name, and no column of the data.
 
@@ -332,7 +332,7 @@ def _source_name(source: Any) -> SourceName | None:
     if source is None:
         return None
     if isinstance(source, str | os.PathLike) and isinstance(path := os.fspath(source), str):
-        if printable(path) != path:
+        if not is_printable(path):
             raise RollpackError(f"source is {path!r}, which is no text that UTF-8 can hold; give it another name")
         return path
     if isinstance(source, int | np.integer) and not isinstance(source, bool):

@@ -6,7 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 from rollpack import _core
-from rollpack._errors import PlanError, word
+from rollpack._arguments import integer, number, word
+from rollpack._errors import PlanError
 
 
 def sample_weights(
@@ -53,13 +54,23 @@ def sample_weights(
     """
     rollouts, prompts = _int64("rollout_mask_sums", rollout_mask_sums), _int64("prompt_mask_sums", prompt_mask_sums)
     given = rollouts if rollouts is not None else prompts
-    number = 0 if given is None else len(given)
     weights = _core.sample_weights(
-        word(loss_aggregation), number, rollouts, prompts, num_rollouts, num_prompts, num_tokens, divisor
+        word(loss_aggregation),
+        0 if given is None else len(given),
+        rollouts,
+        prompts,
+        _count("num_rollouts", num_rollouts),
+        _count("num_prompts", num_prompts),
+        _count("num_tokens", num_tokens),
+        None if divisor is None else number("divisor", divisor),
     )
     if given is None:
         raise PlanError("pass rollout_mask_sums or prompt_mask_sums, which also tell how many samples there are")
     return weights
+
+
+def _count(name: str, value: int | None) -> int | None:
+    return None if value is None else integer(name, value)
 
 
 def _int64(name: str, values: npt.ArrayLike | None) -> npt.NDArray[np.int64] | None:

@@ -77,7 +77,7 @@ def without(*names, **others):
             ROWS,
             STEPS,
             (
-                "steps of --global-batch-size 2: 1 are left over. Pass --remainder drop or --remainder keep, or "
+                "steps of --global-batch-size 2: 1 left over. Pass --remainder drop or --remainder keep, or "
                 "another --global-batch-size"
             ),
         ),

@@ -334,7 +334,7 @@ def test_heads_that_do_not_divide_have_a_width_of_their_own():
     ("wrong", "says"),
     [
         ({"layers": 0}, "layers of the transformer is 0"),
-        ({"ffn": 1.5}, "ffn is 1.5; it has to be an integer"),
+        ({"ffn": 1.5}, "ffn of the transformer is 1.5; it has to be an integer"),
         ({"heads": 3}, "heads=3 does not divide hidden=4; pass head_dim"),
         ({"head_dim": 0}, "head_dim of the transformer is 0"),
     ],

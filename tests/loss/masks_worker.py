@@ -73,6 +73,16 @@ def main(rank, store, out):
     found["rows"] = [m.rows.tolist() for m in micro_batches(table, plan, dp_rank=0, cp_rank=0, device="cpu")]
     found["rows of one"] = [m.rows.tolist() for m in micro_batches(table, single, device="cpu")]
 
+    # pack takes rank 0 if it is told none.
+    first = [b.to("cpu") for b in rollpack.pack(table, plan, token_columns=["loss"])]
+    of_world = LossReducer(backend="fsdp", mesh=dist.group.WORLD)
+    unmeshed = LossReducer(backend="fsdp"), LossReducer(backend="fsdp", denominators="current")
+    found["all pack for rank 0"] = [
+        error_of(lambda: unmeshed[0](first[0].columns["loss"], first[0])),
+        error_of(lambda: of_world(first[0].columns["loss"], first[0])),
+        error_of(lambda: unmeshed[1].set_masks(iter(first), (b.loss_mask for b in first), cut=True)),
+    ]
+
     masks = [b.loss_mask.clone() for b in batches]
     if rank == 2:
         masks[0][(~masks[0]).nonzero()[0]] = True
@@ -83,10 +93,8 @@ def main(rank, store, out):
 
     def of_one(batches, masks):
         """What is wrong on rank 1 alone, as all are told of it."""
-        try:
-            LossReducer(backend="fsdp", denominators="current").set_masks(batches, masks, cut=True)
-        except rollpack.RollpackError as error:
-            return f"{type(error).__name__}: {error}"
+        reducer = LossReducer(backend="fsdp", denominators="current")
+        return error_of(lambda: reducer.set_masks(batches, masks, cut=True))
 
     right = [b.loss_mask for b in batches]
     found["wrong on rank 1"] = [
@@ -109,6 +117,13 @@ def main(rank, store, out):
     with open(f"{out}.{rank}", "w") as file:
         json.dump(found, file)
     dist.destroy_process_group()
+
+
+def error_of(call):
+    try:
+        call()
+    except rollpack.RollpackError as error:
+        return f"{type(error).__name__}: {error}"
 
 
 def local_mask(batch):

@@ -10,7 +10,8 @@ from examples import MODES
 
 import rollpack
 from rollpack.testing import check_reducer, check_trainer, faults, padded_rows
-from rollpack.testing.faults import Layout, right_formula, single_faults
+from rollpack.testing.faults import single_faults
+from rollpack.testing.formulas import Layout, right_formula
 from rollpack.testing.probes import Target, batches, probes
 from rollpack.torch import LossReducer
 from rollpack.torch.backends import BACKENDS

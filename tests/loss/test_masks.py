@@ -68,7 +68,7 @@ def test_a_mask_that_trains_what_the_plan_does_not_is_refused():
             for at in (~masks[n]).nonzero()[:, 0].tolist():
                 more = [mask.clone() for mask in masks]
                 more[n][at] = True
-                with pytest.raises(rollpack.RollpackError, match="masks of all ranks have 1 tokens that the plan does not"):
+                with pytest.raises(rollpack.RollpackError, match="masks of all ranks have 1 token that the plan does not"):
                     reducer.set_masks(steps, more, cut=cut)
     unpadded = batches()
     with pytest.raises(rollpack.RollpackError, match=r"Is cut= right\?"):
@@ -100,11 +100,11 @@ def test_wrong_use_is_told():
     reducer = LossReducer(denominators="current")
     with pytest.raises(rollpack.PlanError, match="call reducer.set_masks"):
         reducer(steps[0].columns["loss"], steps[0])
-    with pytest.raises(rollpack.PlanError, match="1 did not come"):
+    with pytest.raises(rollpack.PlanError, match="micro-batch 1 of .* did not come"):
         reducer.set_masks(steps[:1], masks[:1], cut=True)
     with pytest.raises(rollpack.PlanError, match="the step ended without a micro-batch"):
         reducer.set_masks([], [], cut=True)
-    with pytest.raises(rollpack.RollpackError, match="2 micro-batches and 1 masks"):
+    with pytest.raises(rollpack.RollpackError, match="2 micro-batches and 1 mask;"):
         reducer.set_masks(steps, masks[:1], cut=True)
     with pytest.raises(rollpack.RollpackError, match=r"masks\[0\] is torch.float32"):
         reducer.set_masks(steps, [m.float() for m in masks], cut=True)
@@ -162,16 +162,16 @@ def test_ranks_come_from_a_mesh(ranks):
 
 def test_a_token_that_is_added_on_one_rank_is_told_on_all(ranks):
     for found in ranks:
-        assert "masks of all ranks have 1 tokens that the plan does not train" in found["added"]
+        assert "masks of all ranks have 1 token that the plan does not train" in found["added"]
 
 
 def test_what_is_wrong_on_one_rank_is_an_error_on_all(ranks):
     own = [
         r"RollpackError: masks\[0\] is torch.bool of shape",
         r"RollpackError: masks\[0\] is torch.float32",
-        "RollpackError: there are 2 micro-batches and 1 masks",
-        "RollpackError: there are 2 micro-batches and 0 masks",
-        "PlanError: step 0 has 2 micro-batches on this rank, and 0 did not come",
+        "RollpackError: there are 2 micro-batches and 1 mask;",
+        "RollpackError: there are 2 micro-batches and 0 masks; one each",
+        "PlanError: micro-batch 0 of this rank's 2 in step 0 did not come",
     ]
     for rank, found in enumerate(ranks):
         assert found["wrong on none"] is None
@@ -187,6 +187,19 @@ def test_ranks_that_are_said_and_processes_of_other_kinds_are_right(ranks):
         assert [len(rows) for rows in found["rows of one"]] == [1, 1, 1, 1]
         assert found["fewer ranks than processes"] == pytest.approx(5.75, rel=1e-14)
         assert found["summed by hand"] == 0.0  # a placeholder
+
+
+def test_that_every_process_packs_for_rank_0_is_told(ranks):
+    """All would train rank 0's rows, and nobody the others'."""
+    *alone, of_step = ranks[0]["all pack for rank 0"]
+    assert alone == [None, None]
+    assert of_step.startswith("RollpackError: set_masks failed on 3 of the other ranks")
+    for rank, found in enumerate(ranks[1:], 1):
+        for told in found["all pack for rank 0"]:
+            assert told.startswith(
+                f"PlanError: this process is rank {rank} of 4, and the micro-batch was packed for dp_rank 0"
+            )
+            assert "pass this process's dp_rank= and cp_rank= to pack" in told
 
 
 def test_a_mesh_or_group_that_does_not_fit_is_told(ranks):

@@ -326,7 +326,7 @@ def test_wrong_use_is_told_and_changes_nothing():
     with pytest.raises(rollpack.PlanError, match="prompt_mean"):
         metrics.add(micro_batch, {"kl": good, "p": good})
     metrics.add(micro_batch, {"kl": good})
-    with pytest.raises(rollpack.PlanError, match="micro-batches for 1 ranks, and this one is for 2: log first"):
+    with pytest.raises(rollpack.PlanError, match="micro-batches for 1 rank, and this one is for 2: log first"):
         metrics.add(batch(dp_size=2), {"kl": good})
     assert metrics.log() == {"kl": pytest.approx(1.0), "p": 0.0}
 
@@ -391,6 +391,19 @@ def test_of_a_step_that_arrives_none_before_the_last_may_be_missing():
                 metrics.log()
         else:
             assert metrics.log() == {"x": pytest.approx(0.75)}
+
+
+def test_a_step_that_failed_half_way_can_be_thrown_away():
+    table = EXAMPLES["four_samples"].table()
+    first, *others = rollpack.pack(table, rollpack.plan(table, micro_batch_size=1), token_columns=["loss"])
+    metrics = Metrics({"x": "sample_mean", "y": "max"})
+    metrics.add(first, {"x": 100.0, "y": 100.0})
+    with pytest.raises(rollpack.PlanError, match="did not add each of their micro-batches"):
+        metrics.log()
+    metrics.reset()
+    for micro_batch in (first, *others):
+        metrics.add(micro_batch, {"x": torch.from_numpy(micro_batch.columns["loss"]), "y": 3.0})
+    assert metrics.log() == {"x": pytest.approx(5.75), "y": 3.0}
 
 
 def test_names_may_be_left_out_of_any_micro_batch_in_any_epoch():

@@ -276,9 +276,10 @@ def test_the_data_of_arrivals_that_went_out_is_let_go():
         ({"loss_aggregation": "token_mean_legacy"}, "number of micro-batches"),
         ({"loss_aggregation": "constant"}, "divisor"),
         ({"global_batch_size": 0}, "global_batch_size is 0"),
+        ({"global_batch_size": None}, "global_batch_size is None; it has to be an integer of at least 1"),
         ({"look_ahead": 0}, "look_ahead is 0"),
         ({"max_tokens_per_gpu": None}, "exactly one of max_tokens_per_gpu and micro_batch_size"),
-        ({"dp_rank": 1}, "dp_rank is 1, and there are 1"),
+        ({"dp_rank": 1}, "dp_rank is 1; it has to be from 0 to 0"),
         ({"cp_rank": -1}, "cp_rank is -1"),
     ],
 )
@@ -317,13 +318,13 @@ def test_what_is_not_known_or_wrong_is_an_error_before_anything_is_read(argument
             [ROWS[:2], ROWS[2:]],
             {"loss_aggregation": "prompt_mean", "prompts_per_step": 3},
             rollpack.DataError,
-            "step 0 has 2 of what prompts_per_step counts, and prompts_per_step said 3",
+            "step 0 has 2 prompt groups, and prompts_per_step said 3",
         ),
         (
             singles(ROWS),
             {"loss_aggregation": "token_mean", "num_tokens": [8]},
             rollpack.DataError,
-            "step 0 has 9 of what num_tokens counts, and num_tokens said 8",
+            "step 0 has 9 trained tokens, and num_tokens said 8",
         ),
         (
             singles(ROWS) * 2,
@@ -332,6 +333,13 @@ def test_what_is_not_known_or_wrong_is_an_error_before_anything_is_read(argument
             "num_tokens= has no number for step 1",
         ),
         (singles(ROWS), {"max_tokens_per_gpu": 4}, rollpack.PlanError, "arrival 3: row 0 has 5 tokens"),
+        ([[ROWS[0]], None], {}, TypeError, "arrival 1: NoneType is no data"),
+        (
+            [{"tokens": [1, 2], "loss_mask": [1], "rollout_id": 7}],
+            {},
+            rollpack.SchemaError,
+            r"'rollout_id': is 7, .*\[row\]",
+        ),
         ([[ROWS[0]], [ROWS[1] | {"loss_mask": [1, 0, 2]}]], {}, rollpack.DataError, "arrival 1: column 'loss_mask', row 0"),
         (
             [[ROWS[0]], [ROWS[1] | {"rollout_id": "1"}]],
@@ -369,7 +377,7 @@ def test_a_micro_batch_that_was_left_out_before_the_last_is_told():
     # How many there are is not known, only that the one numbered 2 came, and 1 did not.
     step = list(next(rollpack.pack_online(singles(ROWS), global_batch_size=4, micro_batch_size=1)))
     reducer = LossReducer()
-    with pytest.raises(rollpack.PlanError, match="step 0 has 3 micro-batches on this rank, and 1 did not come"):
+    with pytest.raises(rollpack.PlanError, match="micro-batch 1 of this rank's 3 in step 0 did not come"):
         with reducer.step():
             for micro_batch in (step[0], step[2]):
                 reducer(torch.zeros(len(micro_batch.tokens)), micro_batch)

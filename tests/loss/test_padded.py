@@ -55,7 +55,7 @@ def test_each_optimizer_step_has_weights_of_its_own():
     ("options", "told"),
     [
         ({"prompt_ids": [0, 1, 0, 1], "steps": [0, 0, 1, 1]}, "prompt group 0 is cut: row 2 is in step 1"),
-        ({"prompt_ids": [0, 1, 2]}, "there are 3 values of group_index for 4 rows"),
+        ({"prompt_ids": [0, 1, 2]}, "there are 3 of group_index for 4 rows"),
         ({}, "nothing says which rows are of one: pass their ids"),
     ],
 )

@@ -208,10 +208,10 @@ def test_changed_masks_of_ranks_that_are_not_in_the_group_are_refused(group_of_o
     """The sums of their rollouts would be those of this rank alone."""
     reducer = LossReducer(backend="ddp", mesh=group_of_one, denominators="current")
     batch, _ = micro_batches(dp_size=2)
-    with pytest.raises(rollpack.PlanError, match="the process group has 1 ranks, and the plan is for dp 2 x cp 1"):
+    with pytest.raises(rollpack.PlanError, match="the process group has 1 rank, and the plan is for dp 2 x cp 1"):
         reducer.set_masks([batch], [torch.from_numpy(batch.loss_mask)], cut=True)
     reducer = LossReducer(backend="ddp", mesh=group_of_one)
-    with pytest.raises(rollpack.PlanError, match="the process group has 1 ranks, and the plan is for dp 2 x cp 1"):
+    with pytest.raises(rollpack.PlanError, match="the process group has 1 rank, and the plan is for dp 2 x cp 1"):
         reducer(torch.ones(len(batch.tokens)), batch)
 
 
@@ -229,6 +229,13 @@ def test_wrong_arguments_are_told():
         LossReducer()(torch.zeros(size), batch, loss_mask=torch.ones(size))
     with pytest.raises(TypeError, match="^token_loss is a ndarray; it has to be a torch tensor"):
         LossReducer()(np.zeros(size), batch)
+    with pytest.raises(TypeError, match="^loss_mask is a ndarray; it has to be a torch tensor"):
+        LossReducer()(torch.zeros(size), batch, loss_mask=np.ones(size, bool))
+    for wrong in ([batch], torch.zeros(size)):
+        with pytest.raises(TypeError, match=f"^micro_batch is a {type(wrong).__name__}; it has to be a rollpack.MicroBatch"):
+            LossReducer()(torch.zeros(size), wrong)
+    with pytest.raises(rollpack.PlanError, match="loss_aggregation is ''; it has to be one of"):
+        LossReducer()(torch.zeros(size), batch, loss_aggregation="")
 
 
 def test_loss_and_count_for_megatron_per_token():

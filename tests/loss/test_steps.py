@@ -1,6 +1,8 @@
 """Watching over a step: what is left out, comes twice or belongs elsewhere; and weights are worked out once."""
 
 import pickle
+import warnings
+import weakref
 
 import pytest
 import torch
@@ -33,7 +35,7 @@ def test_a_step_in_which_each_micro_batch_comes_once_is_fine_and_so_is_the_next(
 
 def test_what_was_left_out_is_told():
     reducer = LossReducer()
-    with pytest.raises(rollpack.PlanError, match="step 0 has 4 micro-batches on this rank, and 1, 3 did not come"):
+    with pytest.raises(rollpack.PlanError, match="micro-batches 1, 3 of this rank's 4 in step 0 did not come"):
         with reducer.step():
             for batch in batches()[::2]:
                 reducer(ones(batch), batch)
@@ -49,6 +51,32 @@ def test_what_comes_twice_is_told():
         with reducer.step():
             for batch in (first, second, first):
                 reducer(ones(batch), batch)
+
+
+def test_a_second_epoch_in_one_step_is_told_be_it_over_a_single_micro_batch():
+    """It is packed anew for each epoch; what is the same object is another term of the loss."""
+    reducer = LossReducer()
+    with pytest.raises(rollpack.PlanError, match="micro-batch 0 comes a second time in this step, and would be trained on"):
+        with reducer.step():
+            for _ in range(2):
+                for batch in batches(micro_batch_size=4):
+                    reducer(ones(batch), batch)
+    for _ in range(2):
+        with reducer.step():
+            for batch in batches(micro_batch_size=4):
+                reducer(ones(batch), batch)
+                reducer(ones(batch), batch)
+
+
+def test_a_step_holds_no_micro_batch_that_went_by():
+    reducer, gone = LossReducer(), []
+    with reducer.step():
+        for index in range(4):
+            batch = batches()[index]
+            reducer(ones(batch), batch)
+            assert [held() for held in gone] == [None] * index
+            gone.append(weakref.ref(batch))
+            del batch
 
 
 @pytest.mark.parametrize(
@@ -77,6 +105,18 @@ def test_a_micro_batch_of_another_step_or_rank_is_told():
             with reducer.step():
                 reducer(ones(one[0]), one[0])
                 reducer(ones(other[0]), other[0])
+
+
+def test_a_step_that_nobody_enters_is_told():
+    """As one writes ``optimizer.step()``: it would watch over nothing."""
+    with pytest.warns(UserWarning, match="reducer.step\\(\\) alone does nothing: write `with reducer.step\\(\\):`"):
+        LossReducer().step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step = LossReducer().step()
+        with pytest.raises(rollpack.PlanError, match="without a micro-batch"), step:
+            pass
+        del step
 
 
 def test_an_error_inside_a_step_is_not_hidden_and_ends_it():

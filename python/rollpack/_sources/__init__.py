@@ -20,6 +20,7 @@ from rollpack._sources.parts import Batches, Part, Piece, chained, closed, readi
 from rollpack._sources.remote import is_object_ref, of_object_ref
 from rollpack._sources.request import ROLES, Request
 from rollpack._sources.watch import Watch
+from rollpack._text import counted
 
 __all__ = ["ROLES", "Request", "Shards", "Source", "Watch", "no_rows", "of_file", "paths", "reading"]
 
@@ -175,7 +176,7 @@ class Shards:
         if len(known) < len(parts):
             return [Part(lambda names, _: chained(parts, names), None, lambda: [size])]
         if (found := sum(map(sum, known))) != size:
-            raise DataError(f"source {name!r} had {size} rows when it was summarized, and now has {found}")
+            raise DataError(f"source {name!r} had {counted(size, 'row')} when it was summarized, and now has {found}")
         return parts
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from rollpack._errors import DataError, SchemaError, printable
+from rollpack._errors import DataError, SchemaError, is_printable
 from rollpack._sources.files import of_arrow_file, of_parquet
 from rollpack._sources.parts import Batches, Part, sound
 from rollpack._sources.remote import is_object_ref
@@ -29,10 +29,14 @@ def _of_table(table: pa.Table | pa.RecordBatch) -> Part:
 
 def of_columns(names: Sequence[str], column: Callable[[str], Any], num_rows: int | None = None) -> Part:
     """Columns of Python or numpy values. Those that are not read need not fit into Arrow, nor their names into UTF-8."""
-    names = [name for name in names if printable(name) == name]
+    names = [name for name in names if is_printable(name)]
 
     def convert(name: str) -> Any:
         values = column(name)
+        if not isinstance(values, Iterable):
+            raise SchemaError(
+                f"column '{name}': is {values!r}, and has to hold a value for each row. Rows go into a list: [row]", name
+            )
         if isinstance(values, np.ndarray) and values.ndim > 1:
             values = list(values)
         values = [_array(value) for value in values] if isinstance(values, list) else values

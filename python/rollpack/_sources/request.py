@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from rollpack._errors import SchemaError, printable
+from rollpack._errors import SchemaError, is_printable
 
 #: The columns that a role can be mapped to, in the order of the documentation.
 ROLES = ("tokens", "response_length", "loss_mask", "rollout_id", "group_index")
@@ -66,5 +66,5 @@ def _check_names(argument: str, names: Sequence[str]) -> None:
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"{argument} holds {name!r}; column names are strings")
-        if printable(name) != name:
+        if not is_printable(name):
             raise SchemaError(f"{argument} holds {name!r}, and no column has a name that UTF-8 cannot hold", name)

@@ -11,7 +11,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rollpack._errors import printable
+from rollpack._errors import is_printable, printable
 from rollpack.cli._arguments import UsageError
 from rollpack.cli._output import write
 
@@ -37,7 +37,7 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, text: str) -> Any:
         # Names of files may be any bytes. All else is text to the core and to Arrow.
-        if action.option_strings and action.type is not Path and printable(text) != text:
+        if action.option_strings and action.type is not Path and not is_printable(text):
             raise argparse.ArgumentError(action, f"{printable(text)} is no UTF-8")
         return super()._get_value(action, text)
 

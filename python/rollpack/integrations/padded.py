@@ -11,6 +11,7 @@ import pyarrow as pa
 import torch
 
 from rollpack._errors import PlanError, RollpackError
+from rollpack._text import counted
 from rollpack.names import resolve
 from rollpack.planning import plan
 from rollpack.torch.weights import token_weights
@@ -59,7 +60,7 @@ def row_weights(
     ids = {name: _numbered(given) for name, given in columns.items() if given is not None}
     for name, given in ids.items():
         if len(given) != len(sums):
-            raise RollpackError(f"there are {len(given)} values of {name} for {len(sums)} rows")
+            raise RollpackError(f"there are {len(given)} of {name} for {counted(len(sums), 'row')}")
     at = np.zeros(len(sums), np.int64) if steps is None else np.unique(_host(steps), return_inverse=True)[1]
     if prompt_ids is not None and resolve(loss_aggregation, divisor, empty)[0] == "prompt_mean":
         _refuse_cut("prompt group", prompt_ids, ids["group_index"], at)

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from rollpack._errors import PlanError
+from rollpack._text import counted
 from rollpack.integrations.padded import Ids, lengths_table, padded_token_weights, row_weights
 from rollpack.names import MODES, OURS, resolve
 from rollpack.planning import plan
@@ -59,7 +60,7 @@ def agg_loss(
     elif loss_agg_mode not in OURS:
         raise PlanError(f"loss_agg_mode is {loss_agg_mode!r}, and weights= are for a mode of ours: {', '.join(OURS)}")
     elif len(weights) != len(loss_mask):
-        raise PlanError(f"there are {len(weights)} weights for {len(loss_mask)} rows")
+        raise PlanError(f"there are {counted(len(weights), 'weight')} for {counted(len(loss_mask), 'row')}")
     loss = weighted_sum(loss_mat.reshape(-1), padded_token_weights(loss_mask, weights))
     return loss * gradient_factor("fsdp", dp_size=dp_size, cp_size=1, num_micro_batches=1)
 
@@ -87,7 +88,7 @@ def _weights(
         ("batch_num_tokens", batch_num_tokens) if mode == "token_mean" else ("global_batch_size", global_batch_size)
     )
     if given is None and dp_size > 1:
-        raise PlanError(f"{name} needs {needed}, of all {dp_size} ranks")
+        raise PlanError(f"{name} needs {needed}, of all {counted(dp_size, 'rank')}")
     made = sample_weights(
         mode,
         rollout_mask_sums=sums,

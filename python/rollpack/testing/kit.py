@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from rollpack._arguments import integer
 from rollpack._errors import PlanError
 from rollpack._text import counted
 from rollpack.packing import MicroBatch
-from rollpack.testing import faults
-from rollpack.testing.faults import Fault, Layout
-from rollpack.testing.probes import Batch, Probe, Target, batches, probes
-from rollpack.testing.truth import Floats, Observed, Truth
-
-MULTIPLIED = "masked positions multiplied by zero instead of selected"
-ZERO_BY_ZERO = "0/0 where nothing is trained"
-NOT_JOINED = "not joined to the graph where nothing is trained"
-OTHER_VALUE = "the value returned is not that of the gradient"
-UNKNOWN = "no usual mistake"
+from rollpack.testing.explanation import MULTIPLIED, NOT_JOINED, ZERO_BY_ZERO, Explanation, Result, agree
+from rollpack.testing.probes import Target, batches, probes
+from rollpack.testing.truth import Observed, Truth
 
 _SUMMED: Callable[[int, int, int], float] = lambda _k, _d, _c: 1.0  # noqa: E731
 _OVER_RANKS: Callable[[int, int, int], float] = lambda _k, d, c: 1.0 / (d * c)  # noqa: E731
@@ -275,55 +268,11 @@ def _place(micro_batch: MicroBatch[Any]) -> tuple[int, ...]:
 _Run = Callable[[list[list[MicroBatch[Any]]], Truth, float | None], Observed]
 
 
-@dataclass
-class _Result:
-    """What came of a probe: weights by token, in the order of the batch that it is compared with; or what went wrong.
-
-    ``value`` is the loss returned over the loss that has this gradient (all that is checked here is linear), 1.0 if it is
-    that one.
-    """
-
-    probe: Probe
-    target: Target
-    batch: Batch
-    ranks: list[list[MicroBatch[Any]]]
-    weights: Floats = field(default_factory=lambda: np.full(1, np.nan))
-    value: float = 1.0
-    trouble: str | None = None
-    #: The result that it is compared with; None for the reference.
-    base: _Result | None = None
-
-    @cached_property
-    def _layout(self) -> Layout:
-        return Layout(self.ranks, self.batch.truth, self.target.divisor, self.batch.group_size)
-
-    def predicted(self, fault: Fault) -> Floats:
-        """[n + 1], the weights of a reducer with this fault."""
-        right = faults.right_formula(self.target.loss_aggregation, self.target.empty)
-        return self.batch.unshuffled(self._layout.weights(fault.of(right)))
-
-    @property
-    def truth(self) -> Floats:
-        """[n + 1], the reference."""
-        return self.batch.unshuffled(self.batch.truth.gradient(self.target.loss_aggregation))
-
-    @property
-    def wanted(self) -> Floats:
-        """[n + 1], the weights that it has to agree with."""
-        return self.truth if self.base is None else self.base.weights
-
-    @property
-    def known(self) -> bool:
-        """Whether there are weights that a mistake could explain."""
-        return self.trouble is None and self.probe.poison is None
-
-
 def _check(run: _Run, target: Target, group_size: int, tolerance: float) -> Report:
-    if group_size < 1:
-        raise PlanError(f"group_size is {group_size}; it has to be at least 1")
+    group_size = integer("group_size", group_size, least=1)
     results = _results(run, target, group_size, tolerance)
     failing = [result for result in results if _fails(result, tolerance)]
-    explain = _Explanation(results, failing, target, group_size, tolerance)
+    explain = Explanation(results, failing, target, group_size, tolerance)
     failures: dict[str, Failure] = {}
     for result in failing:
         invariance = result.probe.invariance
@@ -332,16 +281,16 @@ def _check(run: _Run, target: Target, group_size: int, tolerance: float) -> Repo
     return Report(tuple(dict.fromkeys(result.probe.invariance for result in results)), tuple(failures.values()))
 
 
-def _results(run: _Run, target: Target, group_size: int, tolerance: float) -> list[_Result]:
-    results: list[_Result] = []
-    uncut: dict[str, _Result] = {}
-    healthy: dict[tuple[Any, ...], _Result] = {}
+def _results(run: _Run, target: Target, group_size: int, tolerance: float) -> list[Result]:
+    results: list[Result] = []
+    uncut: dict[str, Result] = {}
+    healthy: dict[tuple[Any, ...], Result] = {}
     made = batches(target, group_size)
     for probe in probes():
         batch = made[probe.batch]
         truth = batch.truth
         ranks = batch.ranks(probe)
-        result = _Result(probe, target, batch, ranks)
+        result = Result(probe, target, batch, ranks)
         cut = probe.batch, probe.cut, probe.padding
         base = uncut.get(probe.against or "") if probe.poison is None else healthy[cut]
         # What it is compared with is of no use if it is no number itself.
@@ -376,26 +325,17 @@ def _value(observed: Observed, truth: Truth, tolerance: float) -> float:
     return float(observed.loss / value) if value else math.inf
 
 
-def _fails(result: _Result, tolerance: float) -> bool:
+def _fails(result: Result, tolerance: float) -> bool:
     wrong = result.trouble is not None or result.value != 1.0
-    return wrong or not _agree(result.weights, result.wanted, tolerance)
+    return wrong or not agree(result.weights, result.wanted, tolerance)
 
 
-def _agree(found: Floats, wanted: Floats, tolerance: float) -> bool:
-    return bool(np.abs(found - wanted).max() <= tolerance * (np.abs(wanted).max() or 1.0))
-
-
-def _strays(result: _Result) -> bool:
-    """Whether a token has weight that ought to have none."""
-    return bool(result.weights[result.truth == 0.0].any())
-
-
-def _factor(result: _Result, tolerance: float) -> float:
+def _factor(result: Result, tolerance: float) -> float:
     """Found over wanted at the token where they are furthest apart, or of the value if that alone is wrong."""
     found, wanted = result.weights, result.wanted
     if result.trouble is not None:
         return math.nan
-    if result.value != 1.0 and _agree(found, wanted, tolerance):
+    if result.value != 1.0 and agree(found, wanted, tolerance):
         return result.value
     largest = float(np.abs(wanted).max()) or 1.0
     counts = np.abs(wanted) > 1e-9 * largest
@@ -406,79 +346,3 @@ def _factor(result: _Result, tolerance: float) -> float:
         return math.nan
     distance = np.abs(np.log(np.abs(ratios), out=np.full_like(ratios, np.inf), where=ratios != 0))
     return float(ratios[np.argmax(distance)])
-
-
-class _Explanation:
-    """Which mistakes of the catalogue do exactly what was observed."""
-
-    def __init__(
-        self, results: list[_Result], failing: list[_Result], target: Target, group_size: int, tolerance: float
-    ) -> None:
-        self._tolerance = tolerance
-        self._singles = faults.single_faults(target.loss_aggregation, target.empty, group_size)
-        # A mistake shows best where all is hard and all is cut.
-        self._known = sorted((r for r in results if r.known), key=lambda r: r.probe.invariance != "all cuts together")
-        self._weights: dict[tuple[int, Fault], Floats] = {}
-        self._fault: tuple[Fault, float] | None = None
-        if any(result.known and not _agree(result.weights, result.wanted, tolerance) for result in failing):
-            self._fault = self._match(self._known, itertools.chain(self._one_mistake(), self._two_mistakes()))
-
-    def __call__(self, result: _Result) -> str:
-        """The cause of one failure."""
-        if result.trouble == MULTIPLIED and result.base is not None and _strays(result.base):
-            result = result.base  # what is masked counts anyway, and that it may hold anything shows it once more
-        if result.trouble is not None:
-            return result.trouble
-        causes = () if _agree(result.weights, result.wanted, self._tolerance) else self._causes(result)
-        return " + ".join(causes if result.value == 1.0 else (*causes, OTHER_VALUE))
-
-    def _causes(self, result: _Result) -> tuple[str, ...]:
-        """Why the weights are not those that are wanted."""
-        fault = self._fault
-        if fault is None:  # more mistakes at once: one that explains this one thing may be among them
-            together = [result] if result.base is None else [result.base, result]
-            fault = self._match(together, self._one_mistake())
-        return (UNKNOWN,) if fault is None else self._relevant(result, *fault)
-
-    def _one_mistake(self) -> Iterator[tuple[Fault, bool]]:
-        """Mistakes, and whether a constant factor comes on top."""
-        yield from ((fault, False) for fault in self._singles)
-        yield Fault((), ()), True
-
-    def _two_mistakes(self) -> Iterator[tuple[Fault, bool]]:
-        yield from ((fault, True) for fault in self._singles)
-        for a, b in itertools.combinations(self._singles, 2):
-            if (both := a & b) is not None:
-                yield both, False
-
-    def _match(self, results: list[_Result], hypotheses: Iterable[tuple[Fault, bool]]) -> tuple[Fault, float] | None:
-        for fault, scaled in hypotheses:
-            constant = self._constant(results[0], fault) if scaled else 1.0
-            if all(_agree(r.weights, constant * self._predicted(r, fault), self._tolerance) for r in results):
-                return fault, constant
-        return None
-
-    def _constant(self, result: _Result, fault: Fault) -> float:
-        predicted = self._predicted(result, fault)
-        return float(result.weights @ predicted) / (float(predicted @ predicted) or 1.0)
-
-    def _predicted(self, result: _Result, fault: Fault) -> Floats:
-        key = (id(result), fault)
-        if key not in self._weights:
-            self._weights[key] = result.predicted(fault)
-        return self._weights[key]
-
-    def _relevant(self, result: _Result, fault: Fault, constant: float) -> tuple[str, ...]:
-        """The causes that make this one thing fail, of those that were found."""
-        causes = fault.causes
-        if abs(constant - 1.0) > self._tolerance:
-            assumed = causes == (faults.SUM,) and "unit" not in dict(fault.change)
-            causes = (faults.ASSUMED_NUMBER,) if assumed else (*causes, faults.CONSTANT)
-        if len(causes) == 1:
-            return causes
-        relevant = [cause for part in fault.parts if self._shows(result, part) for cause in part.causes]
-        return tuple(dict.fromkeys(relevant)) or causes
-
-    def _shows(self, result: _Result, fault: Fault) -> bool:
-        wanted = self._predicted(result.base, fault) if result.base is not None else result.wanted
-        return not _agree(self._predicted(result, fault), wanted, self._tolerance)

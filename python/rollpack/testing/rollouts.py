@@ -11,7 +11,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rollpack import _reference
-from rollpack._errors import RollpackError
+from rollpack._arguments import integer
 from rollpack._sources import Request, Source
 from rollpack._text import counted
 
@@ -109,10 +109,8 @@ def make_rollouts(seed: int = 0, *, prompts: int = 48, longest: int = 8192) -> p
     Returns:
         A table with ``group_index``, ``rollout_id``, ``tokens``, ``response_length``, ``loss_mask`` and ``reward``.
     """
-    if seed < 0 or prompts < 1:
-        raise RollpackError(f"seed is {seed} and prompts {prompts}; they have to be at least 0 and 1")
-    if longest < 2:
-        raise RollpackError(f"longest is {longest}; a sample has a prompt and a response, so at least 2 tokens")
+    seed, prompts = integer("seed", seed, least=0), integer("prompts", prompts, least=1)
+    longest = integer("longest", longest, least=2)  # a prompt and a response
     random = np.random.default_rng(seed)
     rows: list[dict[str, Any]] = []
     rollout = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rollpack._arguments import flag, integer
 from rollpack._errors import PlanError
 
 BACKENDS = (
@@ -73,10 +74,10 @@ def gradient_factor(
     >>> [gradient_factor(name, dp_size=4, cp_size=2, num_micro_batches=3) for name in ("none", "fsdp", "megatron")]
     [1, 8, 24]
     """
-    sizes = {"dp_size": dp_size, "cp_size": cp_size, "num_micro_batches": num_micro_batches}
-    for name, size in sizes.items():
-        if size is not None and size < 1:
-            raise PlanError(f"{name} is {size}; it has to be at least 1")
+    dp_size, cp_size = integer("dp_size", dp_size, least=1), integer("cp_size", cp_size, least=1)
+    if num_micro_batches is not None:
+        num_micro_batches = integer("num_micro_batches", num_micro_batches, least=1)
+    flag("own_accumulation_boundary", own_accumulation_boundary)
     accumulates = backend in {"accelerate", "deepspeed", "hf_trainer"}
     if not accumulates and (accumulation_steps is not None or own_accumulation_boundary):
         raise PlanError(f"accumulation_steps= is for accelerate, deepspeed and hf_trainer; backend {backend!r} takes none")
@@ -95,7 +96,7 @@ def gradient_factor(
         case "megatron_per_token":
             if num_tokens is None:
                 raise PlanError("backend 'megatron_per_token' needs num_tokens, the trained tokens of the whole step")
-            return num_tokens
+            return integer("num_tokens", num_tokens, least=0)
         case _:
             raise PlanError(f"backend is {backend!r}; it has to be one of {', '.join(BACKENDS)}")
 
@@ -112,8 +113,7 @@ def _known(backend: str, num_micro_batches: int | None) -> int:
 def _accumulation(backend: str, steps: int | None, num_micro_batches: int | None, own_boundary: bool) -> int:
     if steps is None:
         raise PlanError(f"backend {backend!r} needs accumulation_steps=, its configured gradient_accumulation_steps")
-    if steps < 1:
-        raise PlanError(f"accumulation_steps is {steps}; it has to be at least 1")
+    steps = integer("accumulation_steps", steps, least=1)
     if not own_boundary and steps != _known(backend, num_micro_batches):
         raise PlanError(
             f"{backend} is configured with accumulation_steps {steps}, and this step has {num_micro_batches} micro-batches "

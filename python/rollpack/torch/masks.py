@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollpack._arguments import flag
 from rollpack._errors import PlanError, RollpackError
+from rollpack._text import counted
 from rollpack.packing import MicroBatch
 from rollpack.torch.batches import as_tensor
 from rollpack.torch.mesh import Mesh, reducing_groups
@@ -18,6 +20,8 @@ from rollpack.weights import sample_weights
 
 def check_mask(name: str, mask: torch.Tensor, length: int) -> torch.Tensor:
     """``mask``, if it is [length] bool."""
+    if not isinstance(mask, torch.Tensor):
+        raise TypeError(f"{name} is a {type(mask).__name__}; it has to be a torch tensor")
     if mask.dtype != torch.bool or mask.shape != (length,):
         raise RollpackError(
             f"{name} is {mask.dtype} of shape {list(mask.shape)}; it has to be bool [{length}]. Importance weights go into "
@@ -70,8 +74,11 @@ class StepMasks:
         try:
             if fault is not None:
                 raise fault
+            flag("cut", cut)
             if len(micro_batches) != len(masks):
-                raise RollpackError(f"there are {len(micro_batches)} micro-batches and {len(masks)} masks; give one each")
+                raise RollpackError(
+                    f"there are {counted(len(micro_batches), 'micro-batch')} and {counted(len(masks), 'mask')}; one each"
+                )
             for n, (micro_batch, mask) in enumerate(zip(micro_batches, masks, strict=True)):
                 local, per_sample, more = _local(f"masks[{n}]", micro_batch, mask, cut=cut)
                 added += more
@@ -85,18 +92,18 @@ class StepMasks:
         for group in reducing_groups(mesh, first.dp_size * first.cp_size):
             torch.distributed.all_reduce(sums, group=group)
         self._step = first.plan_id, first.step
-        *counted, new, failed = np.split(sums.cpu().numpy(), [rollouts, -2, -1])
+        *of_units, new, failed = np.split(sums.cpu().numpy(), [rollouts, -2, -1])
         if fault is not None:
             raise fault
         if failed[0]:
             raise RollpackError(f"set_masks failed on {failed[0]} of the other ranks: the error there says why")
         if new[0]:
             raise RollpackError(
-                f"the masks of all ranks have {new[0]} tokens that the plan does not train: changed masks take tokens out "
-                "and add none. Is cut= right? True: of the token after each position, as micro_batch.loss_mask, to which a "
-                "mask of what to keep is joined by &. False: of the tokens themselves"
+                f"the masks of all ranks have {counted(new[0], 'token')} that the plan does not train: changed masks take "
+                "tokens out and add none. Is cut= right? True: of the token after each position, as micro_batch.loss_mask, "
+                "to which a mask of what to keep is joined by &. False: of the tokens themselves"
             )
-        self._rollout_sums, self._prompt_sums = counted[0], None if prompts is None else counted[1]
+        self._rollout_sums, self._prompt_sums = of_units[0], None if prompts is None else of_units[1]
         self._num_tokens = int(self._rollout_sums.sum())
 
     def of(self, micro_batch: MicroBatch[Any], mode: str) -> tuple[torch.Tensor, Any]:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from rollpack._errors import PlanError
+from rollpack._text import counted
 from rollpack.packing import MicroBatch
 from rollpack.plans import Plan
 
@@ -112,18 +113,22 @@ def check_ranks(mesh: Mesh | None, micro_batch: MicroBatch[Any]) -> None:
     Raises:
         PlanError: they differ, or the group that gradients are averaged over is without cp.
     """
-    if mesh is None:
-        return
     dp_size, cp_size = micro_batch.dp_size, micro_batch.cp_size
+    if mesh is None:
+        _check_not_all_the_first(micro_batch, None)
+        return
     if isinstance(mesh, torch.distributed.ProcessGroup):
         size = torch.distributed.get_world_size(mesh)
         if size == dp_size and cp_size > 1:
             raise PlanError(
-                f"the process group has {size} ranks, which are the plan's dp ranks without its cp_size {cp_size}: "
-                "gradients have to be averaged over the dp x cp group, or cp would count double"
+                f"the process group has {counted(size, 'rank')}, which are the plan's dp ranks without its cp_size "
+                f"{cp_size}: gradients have to be averaged over the dp x cp group, or cp would count double"
             )
         if size != dp_size * cp_size:
-            raise PlanError(f"the process group has {size} ranks, and the plan is for dp {dp_size} x cp {cp_size}")
+            raise PlanError(
+                f"the process group has {counted(size, 'rank')}, and the plan is for dp {dp_size} x cp {cp_size}"
+            )
+        _check_not_all_the_first(micro_batch, mesh)
         return
     ranks = _known_ranks(mesh)
     if (ranks.dp_size, ranks.cp_size) != (dp_size, cp_size):
@@ -136,6 +141,21 @@ def check_ranks(mesh: Mesh | None, micro_batch: MicroBatch[Any]) -> None:
         raise PlanError(
             f"this process is dp_rank {ranks.dp_rank}, cp_rank {ranks.cp_rank} of the mesh, and the micro-batch was packed "
             f"for dp_rank {micro_batch.dp_rank}, cp_rank {micro_batch.cp_rank}: pass this process's ranks to pack"
+        )
+
+
+def _check_not_all_the_first(micro_batch: MicroBatch[Any], group: torch.distributed.ProcessGroup | None) -> None:
+    """Without a DeviceMesh nobody knows which rank this process is. But not all are the first, which ``pack`` takes untold.
+
+    Where there are more processes than ranks, several of them (tp, pp) are the first.
+    """
+    packed_for = micro_batch.dp_rank, micro_batch.cp_rank
+    if packed_for != (0, 0) or num_processes(group) != micro_batch.dp_size * micro_batch.cp_size:
+        return
+    if rank := torch.distributed.get_rank(group):
+        raise PlanError(
+            f"this process is rank {rank} of {num_processes(group)}, and the micro-batch was packed for dp_rank 0, cp_rank "
+            "0: pass this process's dp_rank= and cp_rank= to pack (or mesh= to micro_batches)"
         )
 
 

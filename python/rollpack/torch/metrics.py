@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from rollpack._errors import PlanError, RollpackError
+from rollpack._text import counted
 from rollpack.names import OURS
 from rollpack.packing import MicroBatch
 from rollpack.torch.batches import as_tensor
@@ -62,12 +63,13 @@ class Metrics:
             if normaliser not in NORMALISERS:
                 raise RollpackError(f"metric {name!r} has normaliser {normaliser!r}, none of {', '.join(NORMALISERS)}")
         self._normalisers = dict(normalisers)
-        self._clear()
+        self.reset()
 
     def __repr__(self) -> str:
         return f"Metrics({self._normalisers})"
 
-    def _clear(self) -> None:
+    def reset(self) -> None:
+        """Throw away what was added since the last log, as after a step that failed half way. Every rank has to."""
         # 0-d float64 on the device: Σ (w) x, or the extreme so far, and the number of tokens that it is of.
         self._values: dict[str, torch.Tensor] = {}
         self._tokens: dict[str, torch.Tensor] = {}
@@ -105,7 +107,9 @@ class Metrics:
         """
         size = micro_batch.dp_size * micro_batch.cp_size
         if self._size not in {0, size}:
-            raise PlanError(f"this log has micro-batches for {self._size} ranks, and this one is for {size}: log first")
+            raise PlanError(
+                f"this log has micro-batches for {counted(self._size, 'rank')}, and this one is for {size}: log first"
+            )
         device = next((v.device for v in values.values() if isinstance(v, torch.Tensor)), None)
         mask = as_tensor(micro_batch.loss_mask, device or "cpu")
         if loss_mask is not None:
@@ -197,7 +201,8 @@ class Metrics:
         Raises:
             PlanError: the group is not that of the dp x cp ranks, or this process is not in it; ranks declared different
                 metrics, two processes packed for the same rank, ranks added micro-batches of different plans or steps, or
-                some of the K micro-batches of a rank were not added. Every rank of the group raises.
+                some of the K micro-batches of a rank were not added. Every rank of the group raises, and what was added
+                stays: :meth:`reset` throws it away.
         """
         gathered = _gather(self._packed(), group)
         digests, steps, ranks, sizes, places, plans, complete = gathered[:, :_HEADER].T
@@ -235,7 +240,7 @@ class Metrics:
             name: _normalised(self._normalisers[name], values[:, i], float(tokens[:, i].sum()), num_steps)
             for i, name in enumerate(sorted(self._normalisers))
         }
-        self._clear()
+        self.reset()
         return {name: value for name in self._normalisers if (value := logged[name]) is not None}
 
     def _packed(self) -> torch.Tensor:

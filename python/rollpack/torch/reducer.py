@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
 from rollpack._errors import PlanError, RollpackError
+from rollpack._text import counted, noun
 from rollpack.packing import MicroBatch
 from rollpack.torch.backends import BACKENDS, gradient_factor
 from rollpack.torch.batches import as_tensor
@@ -127,24 +129,20 @@ class LossReducer:
         loss = self._reduce(token_loss, micro_batch, loss_aggregation, loss_mask)
         return loss, as_tensor(micro_batch.loss_mask, token_loss.device).sum(dtype=torch.int32)
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Watch over one optimizer step: each of this rank's micro-batches once, and none of another step.
+    def step(self) -> AbstractContextManager[None]:
+        """``with reducer.step():`` watches over an optimizer step: each micro-batch of this rank once, none of another step.
 
-        Several terms of the loss may be reduced for a micro-batch, one after the other.
+        Several terms of the loss may be reduced for a micro-batch, one after the other: the same object. Packed again, as
+        in the next epoch over the data, it counts as one that comes twice. (The same object in a second epoch over a list
+        of a single micro-batch cannot be told from another term.)
 
         Raises:
             PlanError: a micro-batch of another plan, step or rank, one that comes again after others, or, at the end, some
                 that were left out.
+
+        What other ranks do it cannot see: that all have the same plan, :func:`rollpack.torch.check_same_plan` tells.
         """
-        if self._seen is not None:
-            raise PlanError("a step is under way already; one optimizer step ends before the next begins")
-        self._seen = _Seen()
-        try:
-            yield
-            self._seen.finish()
-        finally:
-            self._seen = None
+        return _Step(self)
 
     def set_masks(self, micro_batches: Sequence[MicroBatch[Any]], masks: Sequence[torch.Tensor], *, cut: bool) -> None:
         """Give the changed masks of a whole step, before its first backward, for ``denominators="current"``.
@@ -166,7 +164,7 @@ class LossReducer:
         """
         if self.denominators != "current":
             raise PlanError("set_masks is for LossReducer(denominators='current'); loss_mask= keeps the original ones")
-        fault = None
+        micro_batches, masks, fault = list(micro_batches), list(masks), None
         try:
             self._check_whole(micro_batches)
         except PlanError as error:
@@ -221,20 +219,23 @@ class LossReducer:
         loss_aggregation: str | None,
         loss_mask: torch.Tensor | None,
     ) -> torch.Tensor:
+        if not isinstance(micro_batch, MicroBatch):
+            raise TypeError(f"micro_batch is a {type(micro_batch).__name__}; it has to be a rollpack.MicroBatch")
         check_ranks(self.mesh, micro_batch)
         positions = len(micro_batch.tokens)
         if not isinstance(token_loss, torch.Tensor):
             raise TypeError(f"token_loss is a {type(token_loss).__name__}; it has to be a torch tensor")
         if token_loss.shape != (positions,):
             raise RollpackError(
-                f"token_loss has shape {list(token_loss.shape)}, and this micro-batch has {positions} positions: one loss "
-                "each, masked and padded ones included"
+                f"token_loss has shape {list(token_loss.shape)}, and this micro-batch has {counted(positions, 'position')}: "
+                "one loss each, masked and padded ones included"
             )
         if self._seen is not None:
             self._seen.add(micro_batch)
         if self.denominators == "current" and loss_mask is not None:
             raise PlanError("under denominators='current' masks go into reducer.set_masks(...), before the first backward")
-        weights = self._token_weights(token_loss, micro_batch, loss_aggregation or micro_batch.loss_aggregation)
+        mode = micro_batch.loss_aggregation if loss_aggregation is None else loss_aggregation
+        weights = self._token_weights(token_loss, micro_batch, mode)
         if loss_mask is not None:
             trained = as_tensor(micro_batch.loss_mask, token_loss.device)
             weights = weights.masked_fill(~check_changed(loss_mask, trained), 0)
@@ -273,33 +274,61 @@ def _counts_changes(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and not value.is_inference()
 
 
+class _Step(AbstractContextManager[None]):
+    """One ``with reducer.step():``."""
+
+    def __init__(self, reducer: LossReducer) -> None:
+        self._reducer = reducer
+        self._entered = False
+
+    def __enter__(self) -> None:
+        self._entered = True
+        if self._reducer._seen is not None:
+            raise PlanError("a step is under way already; one optimizer step ends before the next begins")
+        self._reducer._seen = _Seen()
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        seen, self._reducer._seen = self._reducer._seen, None
+        if error is None and seen is not None:
+            seen.finish()
+
+    def __del__(self) -> None:
+        if not self._entered:
+            warnings.warn("reducer.step() alone does nothing: write `with reducer.step():`", stacklevel=2)
+
+
 class _Seen:
-    """The micro-batches of one step that went by."""
+    """The micro-batches of one step that went by. It holds none of them: their memory is another's by then."""
 
     def __init__(self) -> None:
-        self._first: MicroBatch[Any] | None = None
-        self._last = -1
+        self._of: dict[str, Any] = {}
+        self._number: int | None = None
+        self._last: ref[MicroBatch[Any]] | None = None
         self.indices: set[int] = set()
 
     def add(self, micro_batch: MicroBatch[Any]) -> None:
-        first = self._first = self._first or micro_batch
         for name in ("plan_id", "step", "dp_rank", "cp_rank"):
-            here, there = getattr(first, name), getattr(micro_batch, name)
+            here, there = self._of.setdefault(name, getattr(micro_batch, name)), getattr(micro_batch, name)
             if here != there:
                 raise PlanError(f"this micro-batch has {name} {there}, and the step under way is of {name} {here}")
-        if micro_batch.index in self.indices and micro_batch.index != self._last:
-            raise PlanError(f"micro-batch {micro_batch.index} comes a second time in this step")
-        self._last = micro_batch.index
+        again = self._last is not None and self._last() is micro_batch
+        if micro_batch.index in self.indices and not again:
+            raise PlanError(
+                f"micro-batch {micro_batch.index} comes a second time in this step, and would be trained on twice: an epoch "
+                "over the same micro-batches is a step of its own. All terms of its loss take the same object, one after "
+                "the other"
+            )
+        self._number, self._last = micro_batch.num_micro_batches, ref(micro_batch)
         self.indices.add(micro_batch.index)
 
     def finish(self) -> None:
-        if self._first is None:
+        if not self.indices:
             raise PlanError("the step ended without a micro-batch")
         # While a step arrives, nobody knows how many there are to be.
-        number = self._first.num_micro_batches or self._last + 1
+        number = self._number or max(self.indices) + 1
         missing = sorted(set(range(number)) - self.indices)
         if missing:
             raise PlanError(
-                f"step {self._first.step} has {number} micro-batches on this rank, and "
-                f"{', '.join(map(str, missing))} did not come"
+                f"{noun(len(missing), 'micro-batch')} {', '.join(map(str, missing))} of this rank's {number} in step "
+                f"{self._of['step']} did not come"
             )

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import IterableDataset, get_worker_info
 
+from rollpack._arguments import integer
 from rollpack._errors import PlanError, RollpackError
 from rollpack._text import counted
 from rollpack.packing import MicroBatch, Packer
@@ -68,13 +69,12 @@ def micro_batches(
 
     Raises:
         PlanError: as for :func:`rollpack.pack`; or the mesh has other sizes than the plan, or comes with ranks; or a rank is
-            missing.
-        RollpackError: ``prefetch`` is below 1, or there is no such CUDA device; or, in the loop, it was closed.
+            missing; or ``prefetch`` is below 1.
+        RollpackError: there is no such CUDA device; or, in the loop, it was closed.
         DataError, SchemaError: as for :func:`rollpack.pack`, some of them only in the loop. A second loop may find that
             ``data`` cannot be read again.
     """
-    if prefetch < 1:
-        raise RollpackError(f"prefetch is {prefetch}; it has to be at least 1")
+    prefetch = integer("prefetch", prefetch, least=1)
     dp_rank, cp_rank = _ranks(plan, mesh, dp_rank, cp_rank)
     step = plan._checked(step, dp_rank, cp_rank)
     rows = plan._rows_of(step, dp_rank)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from rollpack._errors import RollpackError
+from rollpack._text import counted
 from rollpack.packing import MicroBatch
 from rollpack.weights import sample_weights
 
@@ -34,7 +35,7 @@ def token_weights(loss_mask: torch.Tensor, segment_ids: torch.Tensor, sample_wei
     if loss_mask.dtype != torch.bool:
         raise RollpackError(f"loss_mask is {loss_mask.dtype}; it has to be bool")
     if loss_mask.shape != segment_ids.shape:
-        raise RollpackError(f"loss_mask has {len(loss_mask)} positions and segment_ids {len(segment_ids)}")
+        raise RollpackError(f"loss_mask has {counted(len(loss_mask), 'position')} and segment_ids {len(segment_ids)}")
     if kernel := _kernel(loss_mask, segment_ids, sample_weights):
         weights: torch.Tensor = kernel.token_weights(loss_mask, segment_ids, sample_weights)
         return weights
@@ -175,7 +176,7 @@ def _check(name: str, values: torch.Tensor, weights: torch.Tensor) -> None:
     if not values.is_floating_point():
         raise RollpackError(f"{name} is {values.dtype}; it has to be floating")
     if values.shape != weights.shape:
-        raise RollpackError(f"{name} has {len(values)} positions and the weights {len(weights)}")
+        raise RollpackError(f"{name} has {counted(len(values), 'position')} and the weights {len(weights)}")
 
 
 def one_dimension(name: str, tensor: Any) -> None:

@@ -41,25 +41,13 @@ pub fn show(array: &dyn Array, i: usize) -> String {
 /// Runs `$body` with `$values` as the typed slice of an integer array; any other array goes to `$other`.
 macro_rules! with_integers {
     ($array:expr, $values:ident => $body:expr, _ => $other:expr) => {{
-        use arrow_array::types as t;
-        use arrow_schema::DataType as D;
-        macro_rules! integer {
+        macro_rules! typed {
             ($T:ty) => {{
                 let $values: &[_] = $array.as_primitive::<$T>().values();
                 $body
             }};
         }
-        match $array.data_type() {
-            D::Int8 => integer!(t::Int8Type),
-            D::Int16 => integer!(t::Int16Type),
-            D::Int32 => integer!(t::Int32Type),
-            D::Int64 => integer!(t::Int64Type),
-            D::UInt8 => integer!(t::UInt8Type),
-            D::UInt16 => integer!(t::UInt16Type),
-            D::UInt32 => integer!(t::UInt32Type),
-            D::UInt64 => integer!(t::UInt64Type),
-            _ => $other,
-        }
+        arrow_array::downcast_integer! { $array.data_type() => (typed), _ => $other }
     }};
 }
 pub(crate) use with_integers;
@@ -67,18 +55,16 @@ pub(crate) use with_integers;
 /// Runs `$body` with `$values` as the typed slice of a float array; a boolean array's bits go to `$bool`.
 macro_rules! with_floats {
     ($array:expr, $values:ident => $body:expr, $bools:ident => $bool:expr) => {{
-        use arrow_array::types as t;
-        use arrow_schema::DataType as D;
-        macro_rules! float {
-            ($T:ty) => {{
-                let $values: &[_] = $array.as_primitive::<$T>().values();
+        macro_rules! typed {
+            ($T:ident) => {{
+                let $values: &[_] = $array.as_primitive::<arrow_array::types::$T>().values();
                 $body
             }};
         }
         match $array.data_type() {
-            D::Float16 => float!(t::Float16Type),
-            D::Float32 => float!(t::Float32Type),
-            D::Float64 => float!(t::Float64Type),
+            arrow_schema::DataType::Float16 => typed!(Float16Type),
+            arrow_schema::DataType::Float32 => typed!(Float32Type),
+            arrow_schema::DataType::Float64 => typed!(Float64Type),
             _ => {
                 let $bools = $array.as_boolean().values();
                 $bool

@@ -8,7 +8,7 @@ use std::iter::once_with;
 use crate::Result;
 use crate::bins::{Bins, few_bins, filled, sorted};
 use crate::cost::{Cost, total};
-use crate::error::plan_error;
+use crate::error::{counted, plan_error};
 use crate::lockstep::{deal_rounds, level_fill};
 use crate::partition::{cost_of, heaviest_first, lpt};
 use crate::swaps::even_out;
@@ -67,9 +67,9 @@ pub fn schedule(step: usize, lengths: &[i64], costs: &[Cost], shape: &Shape) -> 
     let missing = slots.saturating_sub(lengths.len());
     if missing > 0 && !shape.placeholders {
         return plan_error!(
-            "step {step} has {} samples, and dp_size {} x {per_rank} micro-batches on each rank need at least {slots}: \
-             {missing} are missing. Lower dp_size or micro_batch_multiple, take larger steps, or pass placeholders=True",
-            lengths.len(),
+            "step {step} has {}, and dp_size {} x {per_rank} micro-batches on each rank need at least {slots}: {missing} \
+             missing. Lower dp_size or micro_batch_multiple, take larger steps, or pass placeholders=True",
+            counted(lengths.len(), "sample"),
             shape.dp_size
         );
     }

@@ -8,6 +8,7 @@ use num_traits::AsPrimitive;
 
 use crate::arrays::{List, Scalars, show, with_integers, with_numbers};
 use crate::check::Row;
+use crate::error::counted;
 use crate::pack::Aligned;
 use crate::{Error, Result};
 
@@ -27,9 +28,9 @@ pub(crate) fn carry(
     }
     if range.len() != row.response {
         return fault(format!(
-            "the list has {} values and the response {} tokens",
-            range.len(),
-            row.response
+            "the list has {} and the response {}",
+            counted(range.len(), "value"),
+            counted(row.response, "token")
         ));
     }
     if let Some(position) = list.null_within(&range) {

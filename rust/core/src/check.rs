@@ -12,6 +12,7 @@ use num_traits::{AsPrimitive, PrimInt};
 use crate::Error;
 use crate::arrays::{List, show, with_floats, with_integers, with_numbers};
 use crate::columns::Samples;
+use crate::error::counted;
 
 /// Collects faults up to a limit.
 #[derive(Debug)]
@@ -176,7 +177,11 @@ impl Samples {
             faults.push(Error::data(
                 name,
                 row,
-                format!("the mask has {} values, and the whole sequence only {total} tokens", mask.len()),
+                format!(
+                    "the mask has {}, and the whole sequence only {}",
+                    counted(mask.len(), "value"),
+                    counted(total, "token")
+                ),
             ));
             return None;
         };
@@ -185,7 +190,7 @@ impl Samples {
             let wrong = if stated < 0 {
                 "is negative".to_owned()
             } else {
-                format!("is larger than the sequence, which has {total} tokens")
+                format!("is larger than the sequence, which has {}", counted(total, "token"))
             };
             faults.push(Error::data(self.response_name(), row, format!("{shown} {wrong}")));
             return None;
@@ -206,7 +211,7 @@ impl Samples {
             faults.push(Error::data(
                 &list.name,
                 row,
-                format!("the mask has {found} values and {name} is {response}{why}"),
+                format!("the mask has {} and {name} is {response}{why}", counted(found, "value")),
             ));
             return None;
         }

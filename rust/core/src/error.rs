@@ -34,6 +34,17 @@ impl Error {
     }
 }
 
+/// A number of things, as a message puts it: `1 row`, `2 rows`, `2 micro-batches`.
+pub(crate) fn counted(number: impl std::fmt::Display, noun: &str) -> String {
+    let number = number.to_string();
+    let plural = match noun {
+        _ if number == "1" => "",
+        _ if noun.ends_with("ch") => "es",
+        _ => "s",
+    };
+    format!("{number} {noun}{plural}")
+}
+
 /// `Err(Error::Plan(format!(...)))`.
 macro_rules! plan_error {
     ($($text:tt)*) => { Err($crate::Error::Plan(format!($($text)*))) };

@@ -1,10 +1,7 @@
 //! Ids of any type become dense numbers in first-seen order. No id is invented, none is merged.
 
 use arrow_array::cast::AsArray;
-use arrow_array::types::{
-    Int8Type, Int16Type, Int32Type, Int64Type, UInt8Type, UInt16Type, UInt32Type, UInt64Type,
-};
-use arrow_array::{Array, ArrayRef, make_array};
+use arrow_array::{Array, ArrayRef, downcast_integer, make_array};
 use arrow_data::transform::MutableArrayData;
 use arrow_schema::DataType;
 use rustc_hash::FxHashMap;
@@ -53,15 +50,8 @@ impl Interner {
                 $array.iter().map(|v| self.binary(v.map(|v| v.as_ref()))).collect()
             };
         }
-        Ok(match found {
-            DataType::Int8 => integers!(Int8Type),
-            DataType::Int16 => integers!(Int16Type),
-            DataType::Int32 => integers!(Int32Type),
-            DataType::Int64 => integers!(Int64Type),
-            DataType::UInt8 => integers!(UInt8Type),
-            DataType::UInt16 => integers!(UInt16Type),
-            DataType::UInt32 => integers!(UInt32Type),
-            DataType::UInt64 => integers!(UInt64Type),
+        Ok(downcast_integer! {
+            found => (integers),
             DataType::Utf8 => bytes!(values.as_string::<i32>()),
             DataType::LargeUtf8 => bytes!(values.as_string::<i64>()),
             DataType::Binary => bytes!(values.as_binary::<i32>()),

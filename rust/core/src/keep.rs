@@ -4,7 +4,7 @@ use crate::Result;
 use crate::balance::{Shape, bins, per_rank, place};
 use crate::bins::Bins;
 use crate::cost::{Cost, total};
-use crate::error::plan_error;
+use crate::error::{counted, plan_error};
 use crate::partition::partition;
 
 /// What has to be on one rank as a whole in a step.
@@ -75,9 +75,10 @@ pub fn schedule_units(
     let per_rank = per_rank(step, most.saturating_mul(dp_size), shape)?;
     if let Some(few) = ranks.iter().map(Vec::len).find(|n| *n < per_rank && !shape.placeholders) {
         return plan_error!(
-            "step {step} has {per_rank} micro-batches on each rank, and with keep_together='{name}' one rank has only {few} \
-             samples to fill them. Lower dp_size or micro_batch_multiple, raise the budget of a micro-batch, pass \
-             placeholders=True, or leave keep_together out"
+            "step {step} has {} on each rank, and with keep_together='{name}' one rank has only {} to fill them. Lower dp_size or micro_batch_multiple, raise the budget of a micro-batch, pass \
+             placeholders=True, or leave keep_together out",
+            counted(per_rank, "micro-batch"),
+            counted(few, "sample")
         );
     }
     let mut scheduled = Bins::default();

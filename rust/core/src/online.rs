@@ -9,8 +9,9 @@ use crate::cost::{Cost, total};
 use crate::cut::{Cut, MAX_TOKENS};
 use crate::error::plan_error;
 use crate::left::Left;
+use crate::options::{Options, over_budget, shape};
 use crate::partition::lpt;
-use crate::plan::{Options, over_budget, positions_fit, shape};
+use crate::plan::positions_fit;
 
 /// What the ranks run next: rank by rank its micro-batches, each a list of samples in the order in which they came.
 pub type Round = Vec<Vec<Vec<usize>>>;

@@ -10,6 +10,7 @@ use crate::carry::{carry, scalar};
 use crate::check::{Faults, Row, is_one};
 use crate::columns::Samples;
 use crate::cut::Cut;
+use crate::error::counted;
 use crate::rows::Rows;
 use crate::{Error, Result};
 
@@ -179,9 +180,9 @@ impl Planned<'_> {
         for (n, row) in self.rows.iter().enumerate() {
             let Some((batch, i)) = rows.locate(*row) else {
                 return Err(Error::Input(format!(
-                    "row {row} was planned, and the data now has {} rows: it is not the data that was planned (a reader \
+                    "row {row} was planned, and the data now has {}: it is not the data that was planned (a reader \
                      gives its rows only once: pass a table or a path)",
-                    rows.num_rows()
+                    counted(rows.num_rows(), "row")
                 )));
             };
             let mut faults = Faults::new(1);

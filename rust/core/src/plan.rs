@@ -3,50 +3,20 @@
 use std::iter::repeat_n;
 
 use crate::arrays::show;
-use crate::balance::{Limit, Shape, Sync, schedule};
+use crate::balance::{Limit, Shape, schedule};
 use crate::bins::Bins;
-use crate::cost::{Cost, CostModel};
-use crate::cut::{Cut, MAX_TOKENS};
+use crate::cost::Cost;
+use crate::cut::MAX_TOKENS;
 use crate::error::plan_error;
 use crate::ids::{Grouping, NO_ID, Numbered};
 use crate::keep::{Keep, schedule_units};
+use crate::options::{Options, over_budget, shape};
 use crate::placed::{Placed, Placing, of};
-use crate::steps::{Remainder, StepSize, steps};
+use crate::steps::steps;
 use crate::summary::Summary;
 use crate::waits::{Waits, parts};
 use crate::weights::{Mode, Totals, sample_weights};
 use crate::{Error, Result};
-
-/// What limits a micro-batch, as the caller says it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Budget {
-    /// Padded tokens on one GPU; a micro-batch holds this many on each of its cp ranks.
-    TokensPerGpu(i64),
-    Samples(i64),
-}
-
-/// The arguments of `rollpack.plan`.
-#[derive(Debug, Clone, Copy)]
-#[allow(clippy::struct_excessive_bools)] // each is a public argument with a name of its own
-pub struct Options {
-    pub mode: Mode,
-    pub divisor: Option<f64>,
-    /// Whether a rollout or group without a trained token counts in N and P.
-    pub count_empty: bool,
-    pub budget: Budget,
-    pub dp_size: i64,
-    pub cut: Cut,
-    pub step_size: StepSize,
-    pub remainder: Remainder,
-    /// Whether a sample over the budget is alone in its micro-batch instead of an error.
-    pub oversize_alone: bool,
-    pub placeholders: bool,
-    pub micro_batch_multiple: i64,
-    pub cost: CostModel,
-    pub sync: Sync,
-    /// What has to be on one rank as a whole.
-    pub keep: Option<Keep>,
-}
 
 /// The counts of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -74,21 +44,6 @@ pub struct Plan {
     pub fill: f64,
     /// What the slowest rank costs over what the mean rank costs: 1 is perfect.
     pub imbalance: f64,
-}
-
-/// The shape of every step's schedule. Checks all arguments that can be checked without data.
-pub fn shape(options: &Options) -> Result<Shape> {
-    options.mode.check_divisor(options.divisor)?;
-    Ok(Shape {
-        dp_size: positive("dp_size", options.dp_size)?,
-        limit: match options.budget {
-            Budget::TokensPerGpu(budget) => Limit::Tokens(capacity(budget, options)?),
-            Budget::Samples(n) => Limit::Samples(positive("micro_batch_size", n)?),
-        },
-        multiple: positive("micro_batch_multiple", options.micro_batch_multiple)?,
-        placeholders: options.placeholders,
-        sync: options.sync,
-    })
 }
 
 /// Plans a summary.
@@ -147,46 +102,6 @@ pub fn plan(summary: &Summary, options: &Options) -> Result<Plan> {
         fill: planning.waits.fill(),
         imbalance: planning.waits.imbalance(),
     })
-}
-
-fn positive(name: &str, value: i64) -> Result<usize> {
-    if (1..=MAX_TOKENS).contains(&value) {
-        Ok(value as usize)
-    } else {
-        plan_error!("{name} is {value}; it has to be from 1 to {MAX_TOKENS}")
-    }
-}
-
-/// What fits into a micro-batch, over all its cp ranks.
-fn capacity(max_tokens_per_gpu: i64, options: &Options) -> Result<i64> {
-    if max_tokens_per_gpu < 1 {
-        return plan_error!("max_tokens_per_gpu is {max_tokens_per_gpu}; it has to be at least 1");
-    }
-    let budget = max_tokens_per_gpu.saturating_mul(options.cut.cp_size);
-    let capacity = options.cut.capacity(budget);
-    let least = options.cut.padded_total(options.cut.padded(1));
-    if capacity < least && !options.oversize_alone {
-        return plan_error!(
-            "a budget of max_tokens_per_gpu {max_tokens_per_gpu} x cp_size {} does not hold one padded token, which takes \
-             {least}; raise max_tokens_per_gpu or lower the padding",
-            options.cut.cp_size
-        );
-    }
-    Ok(capacity)
-}
-
-/// What a sample that is longer than a micro-batch is told.
-pub(crate) fn over_budget(row: &str, length: i64, padded: i64, options: &Options) -> Error {
-    let (cp_size, cut) = (options.cut.cp_size, &options.cut);
-    let per_gpu = match options.budget {
-        Budget::TokensPerGpu(tokens) | Budget::Samples(tokens) => tokens,
-    };
-    Error::Plan(format!(
-        "{row} has {length} tokens ({} padded), and the budget is {} (max_tokens_per_gpu {per_gpu} x cp_size \
-         {cp_size}). Raise max_tokens_per_gpu, or pass oversize='alone' to give it a micro-batch of its own",
-        cut.padded_total(padded),
-        per_gpu.saturating_mul(cp_size)
-    ))
 }
 
 /// Refuses a micro-batch of more padded tokens than positions can count.

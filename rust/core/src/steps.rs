@@ -1,7 +1,7 @@
 //! Which samples make up an optimizer step.
 
 use crate::Result;
-use crate::error::plan_error;
+use crate::error::{counted, plan_error};
 
 /// What a step counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -12,6 +12,21 @@ pub enum StepSize {
     Rollouts(usize),
     /// `prompts_per_step` whole prompt groups.
     Prompts(usize),
+}
+
+impl StepSize {
+    pub fn of(global_batch_size: Option<i64>, prompts_per_step: Option<i64>) -> Result<Self> {
+        let size = |name: &str, n: i64| match usize::try_from(n) {
+            Ok(n) if n > 0 => Ok(n),
+            _ => plan_error!("{name} is {n}; it has to be at least 1"),
+        };
+        match (global_batch_size, prompts_per_step) {
+            (None, None) => Ok(Self::Whole),
+            (Some(n), None) => Ok(Self::Rollouts(size("global_batch_size", n)?)),
+            (None, Some(n)) => Ok(Self::Prompts(size("prompts_per_step", n)?)),
+            _ => plan_error!("pass at most one of global_batch_size and prompts_per_step"),
+        }
+    }
 }
 
 /// What becomes of an incomplete last step.
@@ -54,8 +69,8 @@ pub fn steps(
         (StepSize::Whole, _) => {
             return Ok(Steps { samples: vec![(0..rollouts.len()).collect()], dropped: Vec::new() });
         }
-        (StepSize::Rollouts(n), _) => (rollouts, n, "global_batch_size", "rollouts"),
-        (StepSize::Prompts(n), Some(groups)) => (groups, n, "prompts_per_step", "prompt groups"),
+        (StepSize::Rollouts(n), _) => (rollouts, n, "global_batch_size", "rollout"),
+        (StepSize::Prompts(n), Some(groups)) => (groups, n, "prompts_per_step", "prompt group"),
         (StepSize::Prompts(_), None) => {
             return plan_error!("prompts_per_step needs groups; summarize with groups=True");
         }
@@ -79,8 +94,9 @@ pub fn steps(
             Remainder::Keep => {}
             Remainder::Error => {
                 return plan_error!(
-                    "{num_units} {what} do not divide into steps of {name} {per_step}: {rest} are left over. Pass \
-                     remainder='drop' or remainder='keep', or another {name}"
+                    "{} cannot be divided into steps of {name} {per_step}: {rest} left over. Pass remainder='drop' or \
+                     remainder='keep', or another {name}",
+                    counted(num_units, what)
                 );
             }
             Remainder::Drop => {
@@ -91,8 +107,9 @@ pub fn steps(
     }
     if num_steps == 0 {
         return plan_error!(
-            "{num_units} {what} are less than one step of {name} {per_step}, and remainder='drop' leaves nothing; lower \
-             {name} or pass remainder='keep'"
+            "{} make less than one step of {name} {per_step}, and remainder='drop' leaves nothing; lower \
+             {name} or pass remainder='keep'",
+            counted(num_units, what)
         );
     }
     Ok(Steps { samples, dropped })

@@ -3,7 +3,8 @@
 use crate::Result;
 use crate::balance::{Limit, Shape, Sync};
 use crate::cost::{Cost, total};
-use crate::plan::{Options, positions_fit};
+use crate::options::Options;
+use crate::plan::positions_fit;
 
 /// The values in consecutive parts of these sizes.
 pub(crate) fn parts<'a>(

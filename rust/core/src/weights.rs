@@ -2,7 +2,7 @@
 //! over micro-batches and ranks. A new mode is one arm of [`sample_weights`].
 
 use crate::Result;
-use crate::error::plan_error;
+use crate::error::{counted, plan_error};
 
 /// How per-token losses become the loss of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -73,6 +73,9 @@ pub fn sample_weights(
     totals: &Totals,
 ) -> Result<Vec<f64>> {
     mode.check_divisor(totals.divisor)?;
+    for (name, sums) in [("rollout_mask_sums", rollout_mask_sums), ("prompt_mask_sums", prompt_mask_sums)] {
+        check_total(name, sums, totals.num_tokens)?;
+    }
     match mode {
         Mode::SampleMean => means(
             count("num_rollouts", totals.num_rollouts)?,
@@ -91,6 +94,18 @@ pub fn sample_weights(
             count("num_micro_batches", totals.num_micro_batches)?,
             sums("micro_batch_mask_sums", micro_batch_mask_sums, num_samples)?,
         ),
+    }
+}
+
+/// Refuses a part that is larger than the whole.
+fn check_total(name: &str, sums: Option<&[i64]>, num_tokens: Option<i64>) -> Result<()> {
+    match (sums.and_then(|sums| sums.iter().max()), num_tokens) {
+        (Some(sum), Some(tokens)) if *sum > tokens && tokens >= 0 => {
+            plan_error!(
+                "{name} holds {sum}, and num_tokens, the trained tokens of the whole step, is {tokens}"
+            )
+        }
+        _ => Ok(()),
     }
 }
 
@@ -132,7 +147,11 @@ fn sums<'a>(name: &str, values: Option<&'a [i64]>, num_samples: usize) -> Result
         return missing(name);
     };
     if values.len() != num_samples {
-        return plan_error!("{name} has {} values for {num_samples} samples", values.len());
+        return plan_error!(
+            "{name} has {} for {}",
+            counted(values.len(), "value"),
+            counted(num_samples, "sample")
+        );
     }
     match values.iter().find(|m| **m < 0) {
         Some(m) => plan_error!("{name} holds {m}; a mask sum cannot be negative"),

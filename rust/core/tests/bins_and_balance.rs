@@ -148,13 +148,13 @@ fn too_few_samples_says_how_many_are_missing() {
     let refused = |lengths: &[i64], shape: Shape| schedule(3, lengths, &costs(lengths), &shape);
     plan_error(
         refused(&[5], tokens(10, 4)),
-        &["step 3 has 1 samples", "dp_size 4 x 1", "at least 4", "3 are missing", "placeholders=True"],
+        &["step 3 has 1 sample,", "dp_size 4 x 1", "at least 4", "3 missing", "placeholders=True"],
     );
     plan_error(
         refused(&[1, 1, 1], Shape { multiple: 4, ..tokens(1, 1) }),
-        &["3 samples", "at least 4", "1 are missing", "micro_batch_multiple"],
+        &["3 samples", "at least 4", "1 missing", "micro_batch_multiple"],
     );
-    plan_error(refused(&[1, 1, 1], samples(8, 4)), &["1 are missing"]);
+    plan_error(refused(&[1, 1, 1], samples(8, 4)), &["1 missing"]);
 }
 
 #[test]

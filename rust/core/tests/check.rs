@@ -359,7 +359,7 @@ fn a_mask_is_as_long_as_the_response() {
         &request(),
         "loss_mask",
         1,
-        &["the mask has 1 values and response_length is 2"],
+        &["the mask has 1 value and response_length is 2"],
     );
     data_fault(
         with("loss_mask", lists(&[&[1], &[0, 1], &[1, 0, 1, 1]])),

@@ -312,7 +312,7 @@ fn a_row_that_is_no_longer_there_is_refused() {
     let shorter = source(&[two().slice(0, 1)], &request()).unwrap();
     says(
         filled(&shorter, &before, &cut(1, Layout::Zigzag), 0),
-        &["row 1 was planned", "now has 1 rows", "a reader gives its rows only once"],
+        &["row 1 was planned", "now has 1 row:", "a reader gives its rows only once"],
     );
     let nothing = source(&[], &request()).unwrap();
     says(filled(&nothing, &before, &cut(1, Layout::Zigzag), 0), &["row 0 was planned", "now has 0 rows"]);
@@ -432,7 +432,7 @@ fn token_columns_are_carried_where_the_mask_is_0_as_well() {
 
 #[test]
 fn a_token_column_that_cannot_be_carried_is_refused() {
-    says(carried(f32_lists(&[&[1.0, 2.0], &[3.0]])), &["'x', row 1", "1 values", "3 tokens"]);
+    says(carried(f32_lists(&[&[1.0, 2.0], &[3.0]])), &["'x', row 1", "1 value ", "3 tokens"]);
     let ints = |x| nullable_lists(vec![Some(vec![Some(1), x]), Some(vec![Some(1); 3])]);
     says(carried(ints(None)), &["'x', row 0", "the value at position 1 is null"]);
     says(carried(nullable_lists(vec![Some(vec![Some(1); 2]), None])), &["'x', row 1", "is null"]);

@@ -13,7 +13,8 @@ use rollpack_core::balance::Sync;
 use rollpack_core::cost::CostModel;
 use rollpack_core::cut::{Cut, Layout};
 use rollpack_core::keep::Keep;
-use rollpack_core::plan::{Budget, Options, Plan, Step, plan, shape};
+use rollpack_core::options::{Budget, Options, shape};
+use rollpack_core::plan::{Plan, Step, plan};
 use rollpack_core::steps::{Remainder, StepSize};
 use rollpack_core::summary::Summary;
 use rollpack_core::weights::Mode;
@@ -137,16 +138,16 @@ fn a_budget_that_holds_no_token() {
 fn too_few_samples_says_how_many_are_missing() {
     plan_error(
         plan(&lengths(&[5, 5]), &Options { dp_size: 4, ..options(10) }),
-        &["step 0 has 2 samples", "dp_size 4", "2 are missing", "Lower dp_size", "placeholders=True"],
+        &["step 0 has 2 samples", "dp_size 4", "2 missing", "Lower dp_size", "placeholders=True"],
     );
     plan_error(
         plan(&lengths(&[1, 1, 1]), &Options { micro_batch_multiple: 4, ..options(1) }),
-        &["1 are missing", "micro_batch_multiple"],
+        &["1 missing", "micro_batch_multiple"],
     );
     // It is the step that counts: the second one is short.
     let steps =
         Options { dp_size: 2, step_size: StepSize::Rollouts(3), remainder: Remainder::Keep, ..options(1) };
-    plan_error(plan(&lengths(&[1, 1, 1, 1]), &steps), &["step 0 has 3 samples", "1 are missing"]);
+    plan_error(plan(&lengths(&[1, 1, 1, 1]), &steps), &["step 0 has 3 samples", "1 missing"]);
     plan_error(
         plan(&lengths(&[1, 1, 1, 1]), &Options { budget: Budget::Samples(2), ..steps }),
         &["step 1 has 1"],
@@ -419,7 +420,7 @@ fn what_is_dropped_is_listed_and_counts_nowhere() {
     assert_eq!(plan_of_two.placed.sample_weight, [1.0 / 8.0; 4]);
     plan_error(
         plan(&summary, &Options { remainder: Remainder::Error, ..two }),
-        &["3 rollouts", "global_batch_size 2", "1 are left over"],
+        &["3 rollouts", "global_batch_size 2", "1 left over"],
     );
 }
 
@@ -773,7 +774,7 @@ proptest! {
             Err(error) => {
                 prop_assert!(matches!(error, rollpack_core::Error::Plan(_)), "{:?}", error);
                 let tight = error.to_string().contains("does not hold one padded token");
-                let missing = ["are missing", "needs at least one on each rank", "has only"];
+                let missing = [" missing. Lower", "needs at least one on each rank", "has only"];
                 let missing = missing.iter().any(|text| error.to_string().contains(text)) && !options.placeholders;
                 prop_assert!(expected.refused || tight || missing, "{}", error);
                 return Ok(());

@@ -54,7 +54,7 @@ fn an_incomplete_last_step() {
     let two = |remainder| cut(&rollouts, None, StepSize::Rollouts(2), remainder);
     plan_error(
         two(Remainder::Error),
-        &["5 rollouts", "global_batch_size 2", "1 are left over", "remainder='drop'", "remainder='keep'"],
+        &["5 rollouts", "global_batch_size 2", "1 left over", "remainder='drop'", "remainder='keep'"],
     );
     let dropped = two(Remainder::Drop).unwrap();
     assert_eq!(dropped, Steps { samples: vec![vec![0, 1, 5], vec![2, 3]], dropped: vec![4] });
@@ -62,7 +62,7 @@ fn an_incomplete_last_step() {
     assert_eq!(kept, Steps { samples: vec![vec![0, 1, 5], vec![2, 3], vec![4]], dropped: vec![] });
 
     let prompts = |remainder| cut(&[0, 1, 2], Some(&[0, 0, 1]), StepSize::Prompts(4), remainder);
-    plan_error(prompts(Remainder::Error), &["2 prompt groups", "prompts_per_step 4", "2 are left over"]);
+    plan_error(prompts(Remainder::Error), &["2 prompt groups", "prompts_per_step 4", "2 left over"]);
     assert_eq!(prompts(Remainder::Keep).unwrap().samples, [vec![0, 1, 2]]);
 }
 

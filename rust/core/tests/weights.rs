@@ -183,12 +183,20 @@ fn counts_and_sums_that_cannot_be_are_refused() {
         &["rollout_mask_sums holds -3", "negative"],
     );
     plan_error(
-        weigh(Mode::PromptMean, &[-1, 3], totals(2, 2, 2)),
+        weigh(Mode::PromptMean, &[-1, 3], totals(2, 2, 3)),
         &["prompt_mask_sums holds -1", "negative"],
     );
+    for mode in [Mode::SampleMean, Mode::TokenMean] {
+        plan_error(
+            weigh(mode, &[1, 4], totals(2, 2, 3)),
+            &["rollout_mask_sums holds 4, and num_tokens, the trained tokens of the whole step, is 3"],
+        );
+    }
+    let groups = sample_weights(Mode::PromptMean, 2, None, Some(&[1, 4]), None, &totals(2, 2, 3));
+    plan_error(groups, &["prompt_mask_sums holds 4, and num_tokens"]);
     plan_error(
         weigh(Mode::SampleMean, &[1], totals(2, 2, 2)),
-        &["rollout_mask_sums", "1 values", "2 samples"],
+        &["rollout_mask_sums", "1 value for", "2 samples"],
     );
     plan_error(weigh(Mode::PromptMean, &[1, 1, 1], totals(2, 2, 2)), &["3 values", "2 samples"]);
     plan_error(weigh(Mode::SampleMean, &[1, 1], totals(-1, 2, 2)), &["num_rollouts is -1", "negative"]);

@@ -1,14 +1,13 @@
 //! The binding: takes Arrow in, releases the GIL, calls the core, hands numpy and Arrow out. It has no rule of its own.
 
 mod import;
+mod run;
 
 use std::collections::BTreeMap;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use arrow_array::RecordBatch;
 use import::Stream;
 use numpy::{PyArray1, PyReadonlyArray1, PyReadwriteArray1, ToPyArray};
-use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 use pyo3_arrow::PyRecordBatch;
 use rollpack_core::balance::Sync;
@@ -18,51 +17,15 @@ use rollpack_core::cost::CostModel;
 use rollpack_core::cut::{Cut, Layout};
 use rollpack_core::keep::Keep;
 use rollpack_core::online::{self, Round};
+use rollpack_core::options::{Budget, Options, count_empty, oversize_alone, shape};
 use rollpack_core::pack::{self, Buffers, Planned, Size};
-use rollpack_core::plan::{self, Budget, Options};
+use rollpack_core::plan;
 use rollpack_core::rows;
 use rollpack_core::steps::{Remainder, StepSize};
 use rollpack_core::summary::{self, Summary};
 use rollpack_core::weights::{self, Mode, Totals};
 use rollpack_core::{Error, Result};
-
-/// What a core error is in Python.
-fn raise(py: Python<'_>, error: &Error) -> PyErr {
-    let (class, column, row) = match error {
-        Error::Schema { column, .. } => ("SchemaError", Some(column), None),
-        Error::Data { column, row, .. } => ("DataError", Some(column), Some(*row)),
-        Error::Input(_) => ("DataError", None, None),
-        Error::Plan(_) => ("PlanError", None, None),
-    };
-    let make = || -> PyResult<PyErr> {
-        let class = py.import("rollpack._errors")?.getattr(class)?;
-        let exception = match error {
-            Error::Plan(_) => class.call1((error.to_string(),))?,
-            _ => class.call1((error.to_string(), column, row))?,
-        };
-        Ok(PyErr::from_value(exception))
-    };
-    make().unwrap_or_else(|e| e)
-}
-
-/// A panic is a defect of rollpack; it surfaces as an ordinary exception.
-fn guarded<T>(work: impl FnOnce() -> T) -> PyResult<T> {
-    catch_unwind(AssertUnwindSafe(work)).map_err(|panic| {
-        let text = panic.downcast_ref::<String>().cloned();
-        let text = text.or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()));
-        PyRuntimeError::new_err(format!(
-            "a defect in rollpack, please report it: {}",
-            text.unwrap_or_default()
-        ))
-    })
-}
-
-/// Runs the core without the GIL.
-fn released<T: Send>(py: Python<'_>, work: impl FnOnce() -> Result<T> + Send) -> PyResult<T> {
-    let result = py.detach(|| guarded(work))?;
-    py.check_signals()?; // Ctrl-C that came meanwhile
-    result.map_err(|e| raise(py, &e))
-}
+use run::{raise, released};
 
 /// What to read, as `rollpack._sources.Request` says it.
 #[derive(FromPyObject)]
@@ -160,45 +123,18 @@ struct PlanArguments {
     keep_together: Option<String>,
 }
 
-fn choice(name: &str, value: &str, no: &str, yes: &str) -> Result<bool> {
-    if value == yes || value == no {
-        return Ok(value == yes);
-    }
-    Err(Error::Plan(format!("{name} is '{value}'; it has to be {no} or {yes}")))
-}
-
 impl PlanArguments {
     fn options(&self, cut: Cut) -> Result<Options> {
-        let size = |n: i64, name: &str| {
-            usize::try_from(n).map_err(|_| Error::Plan(format!("{name} is {n}; it has to be at least 1")))
-        };
         Ok(Options {
             mode: Mode::parse(&self.loss_aggregation)?,
             divisor: self.divisor,
-            count_empty: !choice("empty", &self.empty, "count", "skip")?,
-            budget: match (self.max_tokens_per_gpu, self.micro_batch_size) {
-                (Some(tokens), None) => Budget::TokensPerGpu(tokens),
-                (None, Some(samples)) => Budget::Samples(samples),
-                _ => {
-                    return Err(Error::Plan(
-                        "pass exactly one of max_tokens_per_gpu and micro_batch_size".to_owned(),
-                    ));
-                }
-            },
+            count_empty: count_empty(&self.empty)?,
+            budget: Budget::of(self.max_tokens_per_gpu, self.micro_batch_size)?,
             dp_size: self.dp_size,
             cut,
-            step_size: match (self.global_batch_size, self.prompts_per_step) {
-                (None, None) => StepSize::Whole,
-                (Some(n), None) => StepSize::Rollouts(size(n, "global_batch_size")?),
-                (None, Some(n)) => StepSize::Prompts(size(n, "prompts_per_step")?),
-                _ => {
-                    return Err(Error::Plan(
-                        "pass at most one of global_batch_size and prompts_per_step".to_owned(),
-                    ));
-                }
-            },
+            step_size: StepSize::of(self.global_batch_size, self.prompts_per_step)?,
             remainder: Remainder::parse(&self.remainder)?,
-            oversize_alone: choice("oversize", &self.oversize, "error", "alone")?,
+            oversize_alone: oversize_alone(&self.oversize)?,
             placeholders: self.placeholders,
             micro_batch_multiple: self.micro_batch_multiple,
             cost: CostModel::new(self.cost.0, self.cost.1)?,
@@ -230,7 +166,7 @@ impl PlanOptions {
     #[new]
     fn new(py: Python<'_>, arguments: PlanArguments, cut_arguments: CutArguments) -> PyResult<Self> {
         let cut = cut(py, &cut_arguments)?;
-        let options = arguments.options(cut).and_then(|o| plan::shape(&o).map(|_| o));
+        let options = arguments.options(cut).and_then(|o| shape(&o).map(|_| o));
         options.map(Self).map_err(|e| raise(py, &e))
     }
 }

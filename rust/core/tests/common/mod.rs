@@ -15,7 +15,7 @@ use rollpack_core::check::Faults;
 use rollpack_core::columns::Request;
 use rollpack_core::cost::CostModel;
 use rollpack_core::cut::{Cut, Layout};
-use rollpack_core::plan::{Budget, Options};
+use rollpack_core::options::{Budget, Options};
 use rollpack_core::steps::{Remainder, StepSize};
 use rollpack_core::summary::{Summary, summarize};
 use rollpack_core::weights::Mode;
