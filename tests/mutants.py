@@ -45,7 +45,7 @@ TESTS = {
     "torch/masks.py": "loss/test_masks.py loss/test_reducer.py loss/test_legacy.py",
     "torch/metrics.py": "loss/test_metrics.py loss/test_legacy.py test_reprs.py",
     "summary.py": "data/test_summarize.py data/test_shards.py data/test_plan.py test_reprs.py",
-    "torch/stream.py": "loss/test_stream.py",
+    "torch/stream.py": "loss/test_stream.py test_reprs.py",
     "planning.py": "data/test_plan.py data/test_shards.py data/test_pack.py data/test_names.py loss/test_legacy.py",
     "plans.py": "data/test_plan.py data/test_shards.py data/test_pack.py data/test_show.py test_reprs.py",
 }
@@ -170,6 +170,7 @@ class Trace:
 
     def __init__(self, path: Path) -> None:
         self.path, self.lines, self.starts, self.found = str(path), set[int](), False, dict[str, Any]()
+        self.starting = set[str]()
 
     def pytest_sessionstart(self) -> None:
         sys.addaudithook(self.audit)
@@ -185,6 +186,16 @@ class Trace:
         return self.line
 
     @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(self, fixturedef: Any) -> Any:
+        """A fixture that starts processes serves several tests, and is set up for the first of them only."""
+        before, self.starts = self.starts, False
+        try:
+            return (yield)
+        finally:
+            self.starting |= {fixturedef.argname} if self.starts else set()
+            self.starts |= before
+
+    @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Any:
         self.lines, self.starts, start, begun = set(), False, time.process_time(), time.monotonic()
         sys.settrace(self.enter)
@@ -194,7 +205,8 @@ class Trace:
         finally:
             sys.settrace(None)
             took = time.process_time() - start, time.monotonic() - begun
-            self.found[item.nodeid] = (*took, sorted(self.lines), self.starts)
+            starts = self.starts or not self.starting.isdisjoint(item.fixturenames)
+            self.found[item.nodeid] = (*took, sorted(self.lines), starts)
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.failed:
@@ -263,10 +275,11 @@ def try_file(name: str, copy: Path, only: set[int]) -> dict[str, int]:
         if only and not only & {*place}:
             continue
         path.write_text(mutant)
-        run = [of for of in found if {*place} & {*of[2]} or (at_import and of[2])]
-        chosen = run + [of for of in found if of[3] and of not in run]
+        run = [of for of in found if at_import or not {*place}.isdisjoint(of[2])]
+        # What no test runs may run at import.
+        chosen = run + [of for of in found if of[3] and of not in run] if run else found
         cpu, wall = (LEAST + FACTOR * sum(of[i] for of in chosen) for i in (0, 1))
-        end = forked(cpu, wall, [of[-1] for of in chosen]) if chosen else "lived"
+        end = forked(cpu, wall, [of[-1] for of in chosen])
         counts["found"] += 1
         counts[end] += 1
         if end != "killed":

@@ -164,7 +164,7 @@ class Summary(Saved):
                 f"columns={dict(other.request.columns)}: name the columns alike"
             )
         if self._read != other._read:
-            mine, theirs = (", ".join(s._read) or "none" for s in (self, other))
+            mine, theirs = (", ".join(s._read) for s in (self, other))
             raise SchemaError(
                 f"the columns that were read are {mine} in source {own_name!r} and {theirs} in source {name!r}; give all "
                 "shards the same columns, and summarize them with the same arguments",

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 import rollpack
-from rollpack.names import MODES, VERSIONS, mode_of, takes_divisor
+from rollpack.names import LAYOUTS, MODES, OURS, VERSIONS, mode_of, takes_divisor
 
 #: Rows with a loss for each response token, one of them all masked, groups of 2 and 3.
 LOSSES = [[4], [1, 2, 3], [10, 20], [1, 100, 2, 3], [7]]
@@ -72,6 +72,15 @@ def test_a_name_means_what_its_formula_says(name):
     assert made.settings.loss_aggregation == MODES[name].mode
 
 
+def test_our_names_are_those_that_the_core_knows():
+    for layout in LAYOUTS:
+        assert rollpack.plan(table(), micro_batch_size=1, cp_size=2, layout=layout).settings.layout == layout
+    for mode in OURS:
+        divisor = 10.0 if mode == "constant" else None
+        made = rollpack.plan(table(), micro_batch_size=1, loss_aggregation=mode, divisor=divisor)
+        assert made.settings.loss_aggregation == mode
+
+
 def test_every_trainer_has_names_and_every_name_a_trainer():
     assert {name.partition(":")[0] for name in MODES} == set(VERSIONS)
 
@@ -122,6 +131,22 @@ def test_whether_empty_rows_count_has_to_be_said_as_it_is_there():
         plan("openrlhf:seq-mean-token-mean", empty="count")
     with pytest.raises(rollpack.PlanError, match="without a trained token count: pass empty='count'"):
         plan("trl:grpo", empty="skip")
+
+
+#: Means over tokens alone have no unit that could be without one.
+OVER_TOKENS = {"Σ m x / T", "(1/K) Σ_k ( Σ m x / T_k )"}
+
+
+@pytest.mark.filterwarnings("ignore:token_mean_legacy is a mean of micro-batch means")
+@pytest.mark.parametrize("name", [name for name, mode in MODES.items() if mode.mode])
+def test_every_name_that_counts_units_says_whether_those_that_are_empty_count(name):
+    if MODES[name].formula in OVER_TOKENS:
+        assert plan(name, empty="skip").to_arrow().equals(plan(name, empty="count").to_arrow())
+        return
+    counted = "skip" if name in {"nemo-rl:sequence_level", "openrlhf:seq-mean-token-mean"} else "count"
+    plan(name, empty=counted)
+    with pytest.raises(rollpack.PlanError, match=f"pass empty='{counted}'"):
+        plan(name, empty="count" if counted == "skip" else "skip")
 
 
 def test_a_trainers_name_without_its_prefix_is_told_with_it():

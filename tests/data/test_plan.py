@@ -470,8 +470,8 @@ REFUSED = {
     "sync": ({"micro_batch_size": 1, "sync": "never"}, "step or micro_batch"),
     "keep_together": ({"micro_batch_size": 1, "keep_together": "prompt"}, "group, rollout or None"),
     "cost": ({"micro_batch_size": 1, "cost": "flops"}, "tokens, attention or a CostModel"),
-    "negative cost": ({"micro_batch_size": 1, "cost": rollpack.CostModel(-1)}, "linear .* -1"),
-    "negative pairs": ({"micro_batch_size": 1, "cost": rollpack.CostModel(1, -1)}, "quadratic .* -1"),
+    "negative cost": ({"micro_batch_size": 1, "cost": rollpack.CostModel(-1)}, "^linear of the cost model is -1"),
+    "negative pairs": ({"micro_batch_size": 1, "cost": rollpack.CostModel(1, -1)}, "^quadratic of the cost model is -1"),
     "cost over int64": (
         {"micro_batch_size": 1, "cost": rollpack.CostModel(2**63)},
         f"linear of the cost model is {2**63}; it has to fit an int64",
@@ -768,6 +768,20 @@ def test_a_damaged_plan_is_found_out_or_whole(at, damage):
     except rollpack.DataError:
         return
     same(WHOLE, loaded)
+
+
+@pytest.mark.parametrize("micro_batch", [-1, 2, 2**40])
+def test_a_sample_in_a_micro_batch_that_there_is_not_is_refused(micro_batch):
+    """Before a table is made that has room for it."""
+    (batch,) = pa.ipc.open_file(rollpack.plan(of_lengths([3, 3]), micro_batch_size=1).to_bytes()).read_all().to_batches()
+    assert batch["micro_batch"].to_pylist() == [0, 1]
+    at = batch.schema.get_field_index("micro_batch")
+    batch = batch.set_column(at, batch.schema.field(at), pa.array(sorted([0, micro_batch])))
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(rollpack.DataError, match="ValueError: a sample lies in a micro-batch that there is not"):
+        rollpack.Plan.from_bytes(sink.getvalue().to_pybytes())
 
 
 def test_a_description_that_was_damaged_is_not_believed():

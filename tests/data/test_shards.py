@@ -145,6 +145,16 @@ def test_a_summary_that_was_sent_is_joined_with_one_made_here():
         assert rollpack.Summary.concat([here, sent]).to_arrow().equals(rollpack.Summary.concat([here, there]).to_arrow())
 
 
+def test_shards_may_be_joined_in_several_steps():
+    first, second, third = (rollpack.summarize(table, source=name) for name, table in cut(WHOLE, 2, 4).items())
+    outer = rollpack.Summary.concat([third, first])
+    whole = rollpack.Summary.concat([outer, second])
+    assert whole.sources == (("part-0", 2), ("part-1", 2), ("part-2", 3))
+    assert whole.to_arrow()["mask_sum"].to_pylist() == [1, 1, 2, 1, 0, 2, 0]
+    assert whole.to_arrow()["row"].to_pylist() == [0, 1, 0, 1, 0, 1, 2]
+    assert len(outer) == 5
+
+
 def test_a_summary_prints_groups_and_sources():
     one, other = (rollpack.summarize(WHOLE, source=name, groups=True) for name in "ab")
     assert repr(one) == "Summary(7 samples, 21 tokens, 7 trained, with groups)"
@@ -162,6 +172,7 @@ def test_summaries_can_be_pickled_saved_and_sent(source, without, tmp_path):
         back = pickle.loads(pickle.dumps(made))
         assert back.to_arrow().equals(made.to_arrow())
         assert (back.rollout_key, back.group_key, back.sources) == (made.rollout_key, made.group_key, made.sources)
+        assert back.request == made.request
         arguments = {"micro_batch_size": 3, "loss_aggregation": "prompt_mean"}
         assert rollpack.plan(back, **arguments).id == rollpack.plan(made, **arguments).id
     assert rollpack.Summary.load(tmp_path / "x.summary").to_arrow().equals(summary.to_arrow())
@@ -239,10 +250,20 @@ def test_a_source_that_is_no_text_is_refused():
         rollpack.summarize(WHOLE, source="a\udcff")
 
 
-@pytest.mark.parametrize("rows", [[7], [-2], [0, 99], [0.5, 3], [True]])
-def test_rows_that_the_plan_does_not_have_are_refused(rows):
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([7], "there is no row 7: the data of this plan has 7"),
+        ([-2, 3], "there is no row -2:"),
+        ([99, 0], "there is no row 99:"),
+        ([9, -1], "there is no row 9:"),
+        ([0.5, 3], "rows are float64; they have to be integers"),
+        ([True], "rows are bool; they have to be integers"),
+    ],
+)
+def test_rows_that_the_plan_does_not_have_are_refused(rows, words):
     plan = rollpack.plan(joined(cut(WHOLE, 2, 4)), micro_batch_size=7)
-    with pytest.raises(rollpack.PlanError, match=r"row|integers"):
+    with pytest.raises(rollpack.PlanError, match=words):
         plan.rows_by_source(np.array(rows))
     assert plan.rows_by_source(np.array([-1])) == {}
     assert plan.rows_by_source(np.array([])) == {}
@@ -401,6 +422,30 @@ def test_what_cannot_be_joined_is_refused():
     )
     renamed = WHOLE.rename_columns(["input_ids", *WHOLE.column_names[1:]])
     refused(rollpack.SchemaError, "name the columns alike", [one(), one("b", renamed, columns={"tokens": "input_ids"})])
+
+
+def test_shards_that_differ_are_told_by_the_first_column_that_one_has_alone():
+    bare = WHOLE.drop_columns(["loss_mask"]).append_column("response_length", pa.array([1] * 7))
+    no_ids = WHOLE.drop_columns(["rollout_id"])
+    pairs = {"rollout_key": ("group_index", "rollout_id")}, {"rollout_key": ("rollout_id", "group_index")}
+    for column, (table, here), (other, there) in (
+        ("loss_mask", (WHOLE, {}), (bare, {})),
+        ("response_length", (bare, {"columns": {"rollout_id": None}}), (no_ids, {"columns": {"rollout_id": None}})),
+        ("rollout_id", (no_ids, {}), (WHOLE, {})),
+        ("group_index", (WHOLE, {}), (WHOLE, {"groups": True})),
+        (None, (WHOLE, pairs[0]), (WHOLE, pairs[1])),
+    ):
+        shards = [rollpack.summarize(table, source="a", **here), rollpack.summarize(other, source="b", **there)]
+        with pytest.raises(rollpack.SchemaError) as told:
+            rollpack.Summary.concat(shards)
+        assert told.value.column == column
+
+
+def test_several_summaries_are_no_data():
+    summary = rollpack.summarize(WHOLE, source="a")
+    for data in ([summary, summary], [WHOLE, summary], (summary, WHOLE)):
+        with pytest.raises(rollpack.PlanError, match=r"these are several summaries; join them: rollpack.Summary.concat"):
+            rollpack.plan(data, micro_batch_size=1)
 
 
 @pytest.mark.parametrize(

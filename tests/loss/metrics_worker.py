@@ -40,6 +40,11 @@ def main(rank, world, store, path, out):
     metrics = Metrics(DECLARED)
     fill(metrics, table, [(rank % size, 0)], dp_size=size, cp_size=1, max_tokens_per_gpu=8)
     logged["of a group"] = metrics.log(group=groups[rank // size])
+    # Of a pipeline only the last stage has something to add.
+    metrics = Metrics(DECLARED)
+    if rank == world - 1:
+        fill(metrics, table, [(0, 0)], dp_size=1, cp_size=1, max_tokens_per_gpu=8)
+    logged["of a pipeline"] = metrics.log()
     # Ranks that declared something else are told, all of them.
     other = Metrics({"a": "max"} if rank else {"a": "min"})
     try:
@@ -75,6 +80,7 @@ def main(rank, world, store, path, out):
     refused("another plan", packed(1 + rank % 2))
     refused("one rank", packed(1) if rank == 1 else [])
     refused("a micro-batch less", packed(1)[: -1 if rank == 1 else None])
+    refused("an epoch less", packed(1) * (1 if rank == 1 else 2))
     with open(f"{out}.{rank}", "w") as file:
         json.dump({"logged": logged, "calls": calls}, file)
     torch.distributed.barrier()  # torch 2.6 may wait for ever where it destroys a group right after a gather

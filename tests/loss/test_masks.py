@@ -77,6 +77,14 @@ def test_a_mask_that_trains_what_the_plan_does_not_is_refused():
         reducer.set_masks(unpadded, [whole_masks(b, MASKS) for b in unpadded], cut=True)
 
 
+def test_a_token_that_is_added_to_a_step_of_one_rollout_is_refused_too():
+    table = FOUR_SAMPLES.table().slice(3, 1)
+    (packed,) = rollpack.pack(table, rollpack.plan(table, micro_batch_size=1))
+    mask = packed.to("cpu").loss_mask
+    with pytest.raises(rollpack.RollpackError, match="masks of all ranks have 3 tokens that the plan does not train"):
+        LossReducer(denominators="current").set_masks([packed], [torch.ones_like(mask)], cut=True)
+
+
 def test_another_mode_takes_the_new_masks_too():
     steps = batches(loss_aggregation="prompt_mean")
     reducer = LossReducer(denominators="current")
@@ -94,6 +102,8 @@ def test_wrong_use_is_told():
         reducer(steps[0].columns["loss"], steps[0])
     with pytest.raises(rollpack.PlanError, match="micro-batch 1 of .* did not come"):
         reducer.set_masks(steps[:1], masks[:1], cut=True)
+    with pytest.raises(rollpack.PlanError, match="the step ended without a micro-batch"):
+        reducer.set_masks([], [], cut=True)
     with pytest.raises(rollpack.RollpackError, match="2 micro-batches and 1 mask;"):
         reducer.set_masks(steps, masks[:1], cut=True)
     with pytest.raises(rollpack.RollpackError, match=r"masks\[0\] is torch.float32"):

@@ -1,5 +1,6 @@
 """Metrics: what each normaliser means, that no cut changes it, and that one collective gathers all."""
 
+import dataclasses
 import json
 import math
 import subprocess
@@ -180,16 +181,17 @@ def test_real_processes(world, tmp_path):
     assert "of different plans or steps: plan alike on all of them" in logged.pop("another plan")
     assert f"and the {world} processes that were gathered added micro-batches of 1: call add" in logged.pop("one rank")
     assert "processes 1 did not add each of their micro-batches" in logged.pop("a micro-batch less")
+    assert "processes 1 did not add each of their micro-batches in each step, or pass" in logged.pop("an epoch less")
     assert f"for 1 dp x cp ranks, and the {world} processes that were gathered added micro-batches of {world}" in logged.pop(
         "group"
     )
     layouts = [f"{world // c}x{c}" for c in (1, 2, 4) if c <= world]
-    assert list(logged) == [*layouts, "of a group"]
+    assert list(logged) == [*layouts, "of a group", "of a pipeline"]
     for values in logged.values():
         assert values == pytest.approx(EXPECTED, rel=1e-14)
     full = 7 + 2 * 64  # room for 64 names
     # One for each call of log().
-    assert ranks[0]["calls"] == [full, full] * len(layouts) + [full] * 7
+    assert ranks[0]["calls"] == [full, full] * len(layouts) + [full] * 9
 
 
 def batch(**arguments):
@@ -363,6 +365,33 @@ def test_a_micro_batch_that_was_not_added_is_told(calls):
     if calls == 1:
         with pytest.raises(rollpack.PlanError, match="in each step, or pass over it"):
             metrics.log()
+
+
+def test_a_rank_that_left_out_a_whole_step_is_told():
+    table = EXAMPLES["four_samples"].table()
+    plan = rollpack.plan(table, micro_batch_size=1, dp_size=2, global_batch_size=2)
+    metrics = Metrics({"x": "sample_mean"})
+    for step, dp_rank in [(0, 0), (0, 1), (1, 0)]:
+        (micro_batch,) = rollpack.pack(table, plan, step=step, dp_rank=dp_rank)
+        metrics.add(micro_batch, {"x": 1.0})
+    with pytest.raises(rollpack.PlanError, match="processes 0 did not add each of their micro-batches in each step"):
+        metrics.log()
+
+
+def test_of_a_step_that_arrives_none_before_the_last_may_be_missing():
+    """How many there are to be nobody knows, so that the last may be missing unseen."""
+    table = EXAMPLES["four_samples"].table()
+    packed = rollpack.pack(table, rollpack.plan(table, micro_batch_size=1))
+    every = [dataclasses.replace(m, num_micro_batches=None) for m in packed]
+    for missing in range(len(every)):
+        metrics = Metrics({"x": "sample_mean"})
+        for micro_batch in every[:missing] + every[missing + 1 :]:
+            metrics.add(micro_batch, {"x": 1.0})
+        if missing < len(every) - 1:
+            with pytest.raises(rollpack.PlanError, match="processes 0 did not add each of their micro-batches"):
+                metrics.log()
+        else:
+            assert metrics.log() == {"x": pytest.approx(0.75)}
 
 
 def test_a_step_that_failed_half_way_can_be_thrown_away():

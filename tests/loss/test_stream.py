@@ -81,10 +81,24 @@ def test_buffers_on_the_way_to_a_device_are_used_again(plan):
         assert one["packed torch.int32"] != after["packed torch.int32"]
     again = [a["packed torch.int32"] == b["packed torch.int32"] for a, b in zip(memory, memory[2:], strict=False)]
     assert any(again)
+    # Of what was packed nothing is copied on the host: only the small arrays of samples are put together.
+    small = {f"samples {dtype}" for dtype in (torch.int64, torch.float64)}
+    packed = {f"packed {dtype}" for dtype in (torch.int32, torch.bool, torch.float32, torch.float64)}
+    assert [of.keys() for of in memory] == [packed | small] * len(memory)
     # One buffer a dtype, of which the fields are views.
     first = found[0]
     assert first.tokens.untyped_storage().data_ptr() == first.segment_ids.untyped_storage().data_ptr()
     assert first.rows.untyped_storage().data_ptr() == first.prompt_mask_sums.untyped_storage().data_ptr()
+
+
+def test_a_buffer_has_half_as_much_to_spare_and_is_made_anew_where_it_is_too_small():
+    staging, held = _Staging(torch.device("cpu"), 1), []
+    for wanted, long in ((10, 15), (15, 15), (3, 15), (16, 24)):
+        ints, *_ = staging.next([wanted, 1, 1, 1])
+        held.append(staging._sets[0]["packed torch.int32"])
+        assert (len(ints), len(held[-1])) == (wanted, long)
+        assert ints.ctypes.data == held[-1].data_ptr()
+    assert held[0] is held[1] is held[2]
 
 
 def test_a_mesh_tells_the_ranks(tmp_path):

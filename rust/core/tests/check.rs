@@ -338,6 +338,21 @@ fn no_part_of_a_wide_integer_is_taken_for_the_whole() {
 }
 
 #[test]
+fn wrong_values_do_not_make_up_for_each_other() {
+    // Their sums are counts that may be: of bytes, 2 * 128 is 0 again; and two that are alike have no bit apart.
+    for wrong in
+        [vec![2, 2], vec![3, 3], vec![2, 0, -2], vec![2, 3, 0], vec![2; 128], vec![i64::MIN, i64::MIN]]
+    {
+        let mask = wrong.iter().copied().map(Some);
+        let mask: ArrayRef =
+            Arc::new(ListArray::from_iter_primitive::<arrow_array::types::Int64Type, _, _>([Some(mask)]));
+        let tokens = lists(&[&vec![7; wrong.len() + 1]]);
+        let read = read(&[batch(vec![("tokens", tokens), ("loss_mask", mask)])], &request());
+        is_data_error(&says(read, &[]), "loss_mask", 0, &[&format!("position 0 is {}, and", wrong[0])]);
+    }
+}
+
+#[test]
 fn a_mask_is_as_long_as_the_response() {
     data_fault(
         with("loss_mask", lists(&[&[1], &[1], &[1, 0, 1]])),
