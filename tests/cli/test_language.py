@@ -32,7 +32,7 @@ def without(*names, **others):
         (
             without("tokens", input_ids=[1, 2, 3]),
             ONE,
-            "If it has another name, pass --columns 'tokens=its name'; the columns",
+            "is missing; if it has another name, pass --columns 'tokens=its name'; the columns",
         ),
         (
             without("tokens", token=[1, 2, 3]),

@@ -111,13 +111,15 @@ def main(rank, store, out):
     ]
     found["wrong on none"] = of_one(batches, right)
 
-    def reduced(backend, dp_size):
+    def reduced(backend, dp_size, mesh=None):
         of = rollpack.plan(table, micro_batch_size=4, dp_size=dp_size, placeholders=True)
-        (batch,) = rollpack.pack(table, of, dp_rank=dp_size - 1, token_columns=["loss"])
-        return LossReducer(backend=backend)(torch.from_numpy(batch.columns["loss"]).double(), batch).item()
+        (batch,) = rollpack.pack(table, of, dp_rank=rank % dp_size if mesh else dp_size - 1, token_columns=["loss"])
+        return LossReducer(backend=backend, mesh=mesh)(torch.from_numpy(batch.columns["loss"]).double(), batch).item()
 
     told("more ranks than processes", lambda: reduced("ddp", 8))
-    found["fewer ranks than processes"] = reduced("ddp", 1)  # the others are, say, tensor parallel
+    told("fewer ranks than processes", lambda: reduced("ddp", 1))  # or was dp_size= forgotten?
+    found["fewer ranks than processes"] = reduced("megatron", 1)  # the others are, say, tensor parallel
+    found["fewer ranks, of a group"] = reduced("ddp", 2, mesh=pairs[rank // 2])
     found["summed by hand"] = reduced("none", 8)
     with open(f"{out}.{rank}", "w") as file:
         json.dump(found, file)

@@ -94,6 +94,19 @@ def test_another_mode_takes_the_new_masks_too():
         assert loss.item() == pytest.approx(EXPECTED[mode], rel=1e-14)
 
 
+def test_masks_are_of_one_step():
+    """The plan of another table may be the same to the last number: lengths and mask sums, by which it is told."""
+    steps = batches()
+    reducer = LossReducer(denominators="current")
+    for _ in range(2):
+        reducer.set_masks(steps, [whole_masks(b) for b in steps], cut=False)
+        with reducer.step():
+            loss = sum(reducer(b.columns["loss"].double(), b) for b in steps)
+        assert loss.item() == pytest.approx(EXPECTED["sample_mean"], rel=1e-14)
+    with pytest.raises(rollpack.PlanError, match="call reducer.set_masks"), reducer.step():
+        reducer(steps[0].columns["loss"], steps[0])
+
+
 def test_wrong_use_is_told():
     steps = batches()
     masks = [b.loss_mask for b in steps]
@@ -102,7 +115,7 @@ def test_wrong_use_is_told():
         reducer(steps[0].columns["loss"], steps[0])
     with pytest.raises(rollpack.PlanError, match="micro-batch 1 of .* did not come"):
         reducer.set_masks(steps[:1], masks[:1], cut=True)
-    with pytest.raises(rollpack.PlanError, match="the step ended without a micro-batch"):
+    with pytest.raises(rollpack.PlanError, match="there is no micro-batch; pass all of this rank's"):
         reducer.set_masks([], [], cut=True)
     with pytest.raises(rollpack.RollpackError, match="2 micro-batches and 1 mask;"):
         reducer.set_masks(steps, masks[:1], cut=True)
@@ -190,6 +203,9 @@ def test_ranks_that_are_said_and_processes_of_other_kinds_are_right(ranks):
         assert [len(rows) for rows in found["rows of one"]] == [1, 1, 1, 1]
         assert found["fewer ranks than processes"] == pytest.approx(5.75, rel=1e-14)
         assert found["summed by hand"] == 0.0  # a placeholder
+    # Two of each pair of processes average: ddp undoes that with a factor of 2.
+    for pair in (ranks[:2], ranks[2:]):
+        assert sum(found["fewer ranks, of a group"] for found in pair) / 2 == pytest.approx(5.75, rel=1e-14)
 
 
 def test_that_every_process_packs_for_rank_0_is_told(ranks):
@@ -218,6 +234,7 @@ def test_a_mesh_or_group_that_does_not_fit_is_told(ranks):
         "no dp rank": "dp_size 2, and each of 4 processes would pack for dp_rank 0: pass this process's dp_rank=",
         "no cp rank": "cp_size 2, and each of 4 processes would pack for cp_rank 0: pass this process's cp_rank=",
         "data set without ranks": "dp_size 2, and each of 4 processes would pack for dp_rank 0",
+        "fewer ranks than processes": r"for dp 1 x cp 1, and 4 processes run: plan for the dp_size= .* LossReducer\(mesh=",
         "more ranks than processes": "for dp 8 x cp 1, and 4 processes run: .* Plan for the dp_size= and",
     }
     for found in ranks:

@@ -19,6 +19,9 @@ from rollpack.torch.masks import StepMasks, check_changed
 from rollpack.torch.mesh import Mesh, check_ranks, num_processes
 from rollpack.torch.weights import accumulation_dtype, mode_weights, token_weights, weighted_sum
 
+#: Under these processes of other kinds (tp, pp) are common, and who averages is not told by torch's default group.
+_OTHER_PROCESSES = {"none", "megatron", "megatron_legacy", "megatron_per_token"}
+
 
 class LossReducer:
     """Reduces token losses so that the trainer's gradient is that of the step loss, however the batch is cut.
@@ -132,9 +135,9 @@ class LossReducer:
     def step(self) -> AbstractContextManager[None]:
         """``with reducer.step():`` watches over an optimizer step: each micro-batch of this rank once, none of another step.
 
-        Several terms of the loss may be reduced for a micro-batch, one after the other: the same object. Packed again, as
-        in the next epoch over the data, it counts as one that comes twice. (The same object in a second epoch over a list
-        of a single micro-batch cannot be told from another term.)
+        Masks of :meth:`set_masks` are let go of at its end. Several terms of the loss may be reduced for a micro-batch, one
+        after the other: the same object. Packed again, as in the next epoch over the data, it comes a second time.
+        (The same object in a second epoch over a list of a single micro-batch cannot be told from another term.)
 
         Raises:
             PlanError: a micro-batch of another plan, step or rank, one that comes again after others, or, at the end, some
@@ -199,7 +202,14 @@ class LossReducer:
                     f"LossReducer(backend=...), one of {', '.join(BACKENDS)}"
                 )
             backend = "none"
-        # With more processes than ranks, others than these reduce (tp, pp). What is summed may be summed by hand.
+        # With more processes than ranks, others than these reduce (tp, pp), or dp_size= was left out.
+        if self.mesh is None and ranks < (world or 1) and backend not in _OTHER_PROCESSES:
+            raise PlanError(
+                f"the plan is for dp {micro_batch.dp_size} x cp {micro_batch.cp_size}, and {world} processes run: plan for "
+                "the dp_size= and cp_size= that there are, or, if some of them are of other kinds (tp, pp), say which "
+                "average: LossReducer(mesh=...)"
+            )
+        # What is summed may be summed by hand.
         if world is not None and ranks > world and backend != "none":
             raise PlanError(
                 f"the plan is for dp {micro_batch.dp_size} x cp {micro_batch.cp_size}, and {world} processes run: backend "
@@ -293,6 +303,7 @@ class _Step(AbstractContextManager[None]):
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         seen, self._reducer._seen = self._reducer._seen, None
+        self._reducer._masks = None  # those of this step: the next may have a plan that is alike to the last length
         if error is None and seen is not None:
             seen.finish()
 

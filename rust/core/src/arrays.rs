@@ -148,6 +148,9 @@ impl List {
                 (DataType::Null, Element::Mask) => {
                     ": every value is null; pass columns={\"loss_mask\": None} to do without a mask"
                 }
+                (t, Element::Number) if t.is_numeric() => {
+                    "; a value for each sample, not for each token, is named in sample_columns="
+                }
                 _ => advice(if child.is_decimal() { &child } else { found }).unwrap_or_default(),
             };
             return Err(Error::schema(

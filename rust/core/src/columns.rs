@@ -271,16 +271,16 @@ impl<'a> Reader<'a> {
             .map(|other| (strsim::normalized_damerau_levenshtein(name, other), other))
             .filter(|(score, other)| *score >= 0.6 && *other != name)
             .max_by(|a, b| a.0.total_cmp(&b.0));
-        let hint = match near {
-            Some((_, other)) => format!("did you mean '{other}'? "),
-            None => String::new(),
+        let (hint, the, if_it) = match near {
+            Some((_, other)) => (format!("did you mean '{other}'? "), "The", "If it"),
+            None => (String::new(), "the", "if it"),
         };
         let example = near.map_or("its name", |(_, other)| other);
         if !ROLES.contains(&role) {
-            return format!("{hint}The columns are {}", self.names()); // it was named by its own name
+            return format!("{hint}{the} columns are {}", self.names()); // it was named by its own name
         }
         format!(
-            "{hint}If it has another name, pass columns={{\"{role}\": \"{example}\"}}; the columns are {}",
+            "{hint}{if_it} has another name, pass columns={{\"{role}\": \"{example}\"}}; the columns are {}",
             self.names()
         )
     }

@@ -73,25 +73,26 @@ pub fn sample_weights(
     totals: &Totals,
 ) -> Result<Vec<f64>> {
     mode.check_divisor(totals.divisor)?;
-    for (name, sums) in [("rollout_mask_sums", rollout_mask_sums), ("prompt_mask_sums", prompt_mask_sums)] {
-        check_total(name, sums, totals.num_tokens)?;
+    for (name, given) in [("rollout_mask_sums", rollout_mask_sums), ("prompt_mask_sums", prompt_mask_sums)] {
+        check_total(name, given, totals.num_tokens)?;
     }
     match mode {
         Mode::SampleMean => means(
-            count("num_rollouts", totals.num_rollouts)?,
+            "num_rollouts",
+            totals.num_rollouts,
             sums("rollout_mask_sums", rollout_mask_sums, num_samples)?,
         ),
-        Mode::PromptMean => means(
-            count("num_prompts", totals.num_prompts)?,
-            sums("prompt_mask_sums", prompt_mask_sums, num_samples)?,
-        ),
+        Mode::PromptMean => {
+            means("num_prompts", totals.num_prompts, sums("prompt_mask_sums", prompt_mask_sums, num_samples)?)
+        }
         Mode::TokenMean => Ok(vec![inverse(count("num_tokens", totals.num_tokens)?); num_samples]),
         Mode::Constant => {
             let rollouts = count("num_rollouts", totals.num_rollouts)?;
             Ok(vec![inverse(rollouts * totals.divisor.unwrap_or(f64::NAN)); num_samples])
         }
         Mode::TokenMeanLegacy => means(
-            count("num_micro_batches", totals.num_micro_batches)?,
+            "num_micro_batches",
+            totals.num_micro_batches,
             sums("micro_batch_mask_sums", micro_batch_mask_sums, num_samples)?,
         ),
     }
@@ -110,9 +111,10 @@ fn check_total(name: &str, sums: Option<&[i64]>, num_tokens: Option<i64>) -> Res
 }
 
 /// 1 / (units × the mask sum of the sample's unit).
-fn means(units: f64, mask_sums: &[i64]) -> Result<Vec<f64>> {
+fn means(name: &str, number: Option<i64>, mask_sums: &[i64]) -> Result<Vec<f64>> {
+    let units = count(name, number)?;
     if units == 0.0 && mask_sums.iter().any(|m| *m > 0) {
-        return plan_error!("there are trained tokens, and the number of units that they belong to is 0");
+        return plan_error!("{name} is 0, and there are trained tokens, which belong to one");
     }
     Ok(mask_sums.iter().map(|m| inverse(units * *m as f64)).collect())
 }

@@ -202,8 +202,8 @@ fn counts_and_sums_that_cannot_be_are_refused() {
     plan_error(weigh(Mode::SampleMean, &[1, 1], totals(-1, 2, 2)), &["num_rollouts is -1", "negative"]);
     plan_error(weigh(Mode::PromptMean, &[1, 1], totals(1, -2, 2)), &["num_prompts is -2", "negative"]);
     plan_error(weigh(Mode::TokenMean, &[1, 1], totals(1, 1, -5)), &["num_tokens is -5", "negative"]);
-    plan_error(weigh(Mode::SampleMean, &[0, 1], totals(0, 1, 1)), &["trained tokens", "is 0"]);
-    plan_error(weigh(Mode::PromptMean, &[0, 1], totals(1, 0, 1)), &["trained tokens", "is 0"]);
+    plan_error(weigh(Mode::SampleMean, &[0, 1], totals(0, 1, 1)), &["num_rollouts is 0", "trained tokens"]);
+    plan_error(weigh(Mode::PromptMean, &[0, 1], totals(1, 0, 1)), &["num_prompts is 0", "trained tokens"]);
 }
 
 #[test]
