@@ -80,3 +80,11 @@ def test_a_whole_that_is_less_than_its_part_is_refused():
             rollpack.sample_weights(mode, **{name: [1, 3]}, num_prompts=2, num_tokens=2)
         assert str(told.value) == f"{name} holds 3, and num_tokens, the trained tokens of the whole step, is 2"
     assert rollpack.sample_weights("token_mean", rollout_mask_sums=[3, 3], num_tokens=3).tolist() == [1 / 3] * 2
+
+
+def test_a_value_for_each_sample_is_told_from_one_for_each_token():
+    table = TABLE | {"reward": [0.5, 1.0]}
+    with pytest.raises(rollpack.SchemaError, match="'reward': has type .*; a value for each sample, .* sample_columns="):
+        list(rollpack.pack(table, PLAN, token_columns=["reward"]))
+    first = next(rollpack.pack(table, PLAN, sample_columns=["reward"]))
+    assert first.sample_columns["reward"].tolist() == [table["reward"][first.rows[0]]]

@@ -79,12 +79,14 @@ pub fn sample_weights(
     match mode {
         Mode::SampleMean => means(
             "num_rollouts",
-            totals.num_rollouts,
+            count("num_rollouts", totals.num_rollouts)?,
             sums("rollout_mask_sums", rollout_mask_sums, num_samples)?,
         ),
-        Mode::PromptMean => {
-            means("num_prompts", totals.num_prompts, sums("prompt_mask_sums", prompt_mask_sums, num_samples)?)
-        }
+        Mode::PromptMean => means(
+            "num_prompts",
+            count("num_prompts", totals.num_prompts)?,
+            sums("prompt_mask_sums", prompt_mask_sums, num_samples)?,
+        ),
         Mode::TokenMean => Ok(vec![inverse(count("num_tokens", totals.num_tokens)?); num_samples]),
         Mode::Constant => {
             let rollouts = count("num_rollouts", totals.num_rollouts)?;
@@ -92,7 +94,7 @@ pub fn sample_weights(
         }
         Mode::TokenMeanLegacy => means(
             "num_micro_batches",
-            totals.num_micro_batches,
+            count("num_micro_batches", totals.num_micro_batches)?,
             sums("micro_batch_mask_sums", micro_batch_mask_sums, num_samples)?,
         ),
     }
@@ -111,8 +113,7 @@ fn check_total(name: &str, sums: Option<&[i64]>, num_tokens: Option<i64>) -> Res
 }
 
 /// 1 / (units × the mask sum of the sample's unit).
-fn means(name: &str, number: Option<i64>, mask_sums: &[i64]) -> Result<Vec<f64>> {
-    let units = count(name, number)?;
+fn means(name: &str, units: f64, mask_sums: &[i64]) -> Result<Vec<f64>> {
     if units == 0.0 && mask_sums.iter().any(|m| *m > 0) {
         return plan_error!("{name} is 0, and there are trained tokens, which belong to one");
     }
