@@ -33,6 +33,11 @@ if os.environ["RANK"] == "0":
     torch.save({"weights": [w.detach() for w in weights], "ranks": plan.settings.dp_size}, sys.argv[1] + "/NAME.pt")
 torch.manual_seed(0)
 """
+# A process of torch that ends right after a gather may abort: gloo's thread lets go of a tensor while Python ends.
+END = """
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
+"""
 
 
 def lines(name):
@@ -52,7 +57,7 @@ def weights(tmp_path_factory):
     }
     pq.write_table(pa.table(table), folder / "rollouts.parquet")
     script = folder / "lines.py"
-    script.write_text(BEFORE + lines("Accelerator") + lines("fully_shard"))
+    script.write_text(BEFORE + lines("Accelerator") + lines("fully_shard") + END)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCELERATE_USE_CPU": "true"}
     if sys.platform == "linux":
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
