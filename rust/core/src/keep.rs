@@ -75,7 +75,8 @@ pub fn schedule_units(
     let per_rank = per_rank(step, most.saturating_mul(dp_size), shape)?;
     if let Some(few) = ranks.iter().map(Vec::len).find(|n| *n < per_rank && !shape.placeholders) {
         return plan_error!(
-            "step {step} has {} on each rank, and with keep_together='{name}' one rank has only {} to fill them. Lower dp_size or micro_batch_multiple, raise the budget of a micro-batch, pass \
+            "step {step} has {} on each rank, and with keep_together='{name}' one rank has only {} to fill them. Lower \
+             dp_size or micro_batch_multiple, raise the budget of a micro-batch, pass \
              placeholders=True, or leave keep_together out",
             counted(per_rank, "micro-batch"),
             counted(few, "sample")

@@ -1,10 +1,11 @@
 //! The core of rollpack: Arrow → [`summarize`](summary::summarize) → [`plan`](plan::plan) → [`pack`](pack::pack).
 //!
 //! It knows nothing of Python. Each rule has one home: which column plays which role in [`columns`], types in [`arrays`],
-//! checking rows in [`check`], ids in [`ids`], the arguments of a plan in [`options`], the meaning of every mode in [`weights`], optimizer steps in [`steps`], the
-//! budget in [`bins`], balance over ranks in [`balance`], of parts without a cap in [`partition`] and, where ranks wait at
-//! every micro-batch, in [`lockstep`], whole units on a rank in [`keep`], steps that are still arriving in [`online`], cost in
-//! [`cost`], padding and context parallelism in [`cut`], the columns of a plan in [`placed`], rows that are held for packing in [`rows`].
+//! checking rows in [`check`], ids in [`ids`], the arguments of a plan in [`options`], the meaning of every mode in
+//! [`weights`], optimizer steps in [`steps`], the budget in [`bins`], balance over ranks in [`balance`], of parts without a
+//! cap in [`partition`] and, where ranks wait at every micro-batch, in [`lockstep`], whole units on a rank in [`keep`],
+//! steps that are still arriving in [`online`], cost in [`cost`], padding and context parallelism in [`cut`], the columns of
+//! a plan in [`placed`], rows that are held for packing in [`rows`].
 #![forbid(unsafe_code)]
 
 pub mod arrays;
