@@ -10,6 +10,7 @@ from examples import MODES
 
 import rollpack
 from rollpack.testing import check_reducer, check_trainer, faults, padded_rows
+from rollpack.testing.explanation import DETACHED
 from rollpack.testing.faults import single_faults
 from rollpack.testing.formulas import Layout, right_formula
 from rollpack.testing.probes import Target, batches, probes
@@ -56,7 +57,7 @@ def test_no_false_alarm_on_a_plain_loop(mode, empty, group_size):
     report = check_reducer(plain(mode), **meant(mode, empty=empty, group_size=group_size))
     assert report.ok, report
     assert report.causes == ()
-    assert str(report).startswith("all 15 invariances hold: plain batch, fan-out")
+    assert str(report).startswith("all 16 invariances hold: plain batch, fan-out")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -205,7 +206,7 @@ def multiplied(token_loss, mb):
 def not_counting_empty(mode="sample_mean"):
     def reducer(token_loss, mb):
         count = {"sample_mean": mb.num_rollouts, "prompt_mean": mb.num_prompts}[mode]
-        return plain(mode)(token_loss, mb) * count / (count - EMPTY_UNITS[mb.plan_id][mode])
+        return plain(mode)(token_loss, mb) * count / max(1, count - EMPTY_UNITS[mb.plan_id][mode])
 
     return reducer
 
@@ -213,7 +214,7 @@ def not_counting_empty(mode="sample_mean"):
 def shifted(by):
     def reducer(token_loss, mb):
         mask = torch.roll(mb.loss_mask, by)
-        return torch.where(mask, token_loss, 0.0).sum() / mb.num_tokens
+        return torch.where(mask, token_loss, 0.0).sum() / max(1, mb.num_tokens)
 
     return reducer
 
@@ -249,11 +250,11 @@ def response_mean(token_loss, mb):
 
 
 def all_tokens(token_loss, mb):
-    return torch.where(in_sequence(mb), token_loss, 0.0).sum() / mb.num_tokens
+    return torch.where(in_sequence(mb), token_loss, 0.0).sum() / max(1, mb.num_tokens)
 
 
 def all_positions(token_loss, mb):
-    return token_loss.sum() / mb.num_tokens
+    return token_loss.sum() / max(1, mb.num_tokens)
 
 
 def plain_mean(token_loss, mb):
@@ -265,7 +266,7 @@ def last_left_out(token_loss, mb):
     """x[:, :-1] once too often."""
     lengths = torch.diff(mb.cu_seqlens).long()[mb.segment_ids]
     mask = mb.loss_mask & (mb.position_ids + 1 < lengths - 1)
-    return torch.where(mask, token_loss, 0.0).sum() / mb.num_tokens
+    return torch.where(mask, token_loss, 0.0).sum() / max(1, mb.num_tokens)
 
 
 def cp_local_mean(token_loss, mb):
@@ -278,6 +279,16 @@ def cp_local_mean(token_loss, mb):
 def detached_zero(token_loss, mb):
     """Returns a constant where nothing is trained: DDP waits for ever."""
     return plain("token_mean")(token_loss, mb) if mb.loss_mask.any() else torch.tensor(0.0)
+
+
+def no_clamp(token_loss, mb):
+    """Right, until a filter takes out all that is trained in a step."""
+    return sum_of_masked(token_loss, mb) / mb.num_tokens
+
+
+def detached(token_loss, mb):
+    """The loss of a copy of the token losses."""
+    return plain("token_mean")(token_loss.detach(), mb)
 
 
 def value_off(token_loss, mb):
@@ -425,6 +436,8 @@ WRONG = [
         meant("token_mean", backend="megatron"),
     ),
     Wrong("a constant zero", detached_zero, {"not joined to the graph where nothing is trained"}, meant("token_mean")),
+    Wrong("no clamp of T", no_clamp, {"0/0 where nothing is trained"}, meant("token_mean")),
+    Wrong("detached", detached, {DETACHED, "not joined to the graph where nothing is trained"}, meant("token_mean")),
     Wrong("the logged value scaled", value_off, {"the value returned is not that of the gradient"}, meant("sample_mean")),
     Wrong(
         "the value and the weights scaled",
@@ -546,6 +559,7 @@ WRONG_TRAINERS = [
         meant("token_mean"),
     ),
     Wrong("zero_grad inside the loop", zeroed_too_often, {faults.ONE_MICRO_BATCH}, meant("sample_mean")),
+    Wrong("detached", lambda step: torch.zeros_like(step.model().weight), {DETACHED}, meant("token_mean")),
     Wrong("no all-reduce", not_reduced, {faults.ONE_RANK}, meant("token_mean")),
     Wrong("averaged twice", averaged_twice, {faults.DP_SIZE}, meant("sample_mean")),
     Wrong("averaged without cp", averaged_over_dp_only, {faults.CP_TWICE}, meant("sample_mean")),
@@ -590,7 +604,7 @@ def test_the_report_says_what_fails_by_how_much_and_why():
     ]
     assert {f.invariance for f in report.failures} < set(report.checked)
     first, *lines = str(report).splitlines()
-    assert first == "4 of 15 invariances fail: dp-size dependence"
+    assert first == "4 of 16 invariances fail: dp-size dependence"
     assert " ".join(lines[0].split()) == (
         "data-parallel ranks x 2 dp-size dependence (hard batch, dp 2 x cp 1, zigzag, 100,000 tokens per GPU)"
     )
@@ -649,8 +663,24 @@ def test_wrong_use_is_told():
             rollpack.PlanError, match=f"^loss_aggregation is '{mode}'; what is held .* is one of sample_mean,"
         ):
             check_reducer(plain("sample_mean"), loss_aggregation=mode)
-    with pytest.raises(TypeError, match="the reducer returned 1.0; it has to be a 0-d tensor"):
+    with pytest.raises(TypeError, match="the reducer returned 1.0; the loss has to be a 0-d tensor"):
         check_reducer(lambda *_: 1.0)
+    with pytest.raises(TypeError, match=r"the reducer returned a tensor of shape \[\d\d\]; the loss has to be a 0-d tensor"):
+        check_reducer(lambda token_loss, _: token_loss * 0)
+    for returned in (torch.tensor(1.0), (torch.tensor(1.0), 1, {})):
+        with pytest.raises(TypeError, match=r"the reducer returned .*tensor\(1\.\).*; it has to be a loss and a count"):
+            check_reducer(lambda *_, returned=returned: returned, backend="megatron_per_token")
+    with pytest.raises(rollpack.PlanError, match="^reducer is 'fsdp'; it has to be a function$"):
+        check_reducer("fsdp")
+    with pytest.raises(rollpack.PlanError, match="^train is None; it has to be a function$"):
+        check_trainer(None)
+    for tolerance in (0.0, -1e-6, 1.0, math.nan):
+        with pytest.raises(
+            rollpack.PlanError, match=f"^tolerance is {tolerance}; it has to be above 0 and below 1, as 1e-6$"
+        ):
+            check_reducer(plain("sample_mean"), tolerance=tolerance)
+    with pytest.raises(rollpack.PlanError, match="^tolerance is '1e-6'; it has to be a number$"):
+        check_reducer(plain("sample_mean"), tolerance="1e-6")
     with pytest.raises(KeyError):  # a typo of one's own is no finding
         check_reducer(lambda _, mb: mb.sample_columns["reward"])
     with pytest.raises(TypeError, match=r"the training step returned None; it has to be the gradient of model.weight"):

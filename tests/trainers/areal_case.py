@@ -32,6 +32,7 @@ def gradient(sapo, cut):
 
 def reducer(x, m):
     """For the kit."""
+    assert m.num_tokens > 0, "no trained token in the step"  # as its engine does
     rows, mask = padded_rows(x, m), padded_rows(m.loss_mask, m)
     log_probs, advantages = as_policy_loss(rows)
     zeros = torch.zeros_like(rows)

@@ -20,6 +20,7 @@ from rollpack.testing.truth import Floats
 MULTIPLIED = "masked positions multiplied by zero instead of selected"
 ZERO_BY_ZERO = "0/0 where nothing is trained"
 NOT_JOINED = "not joined to the graph where nothing is trained"
+DETACHED = "no gradient: the loss is not joined to the token losses"
 OTHER_VALUE = "the value returned is not that of the gradient"
 UNKNOWN = "no usual mistake"
 
@@ -63,8 +64,8 @@ class Result:
 
     @property
     def known(self) -> bool:
-        """Whether there are weights that a mistake could explain."""
-        return self.trouble is None and self.probe.poison is None
+        """Whether there are weights that a mistake could explain: where nothing is trained, any clamp may be beside it."""
+        return self.trouble is None and self.probe.poison is None and bool(self.truth.any())
 
 
 def agree(found: Floats, wanted: Floats, tolerance: float) -> bool:
@@ -140,6 +141,8 @@ class Explanation:
     def _relevant(self, result: Result, fault: Fault, constant: float) -> tuple[str, ...]:
         """The causes that make this one thing fail, of those that were found."""
         causes = fault.causes
+        if constant == 0.0:
+            return (DETACHED,)
         if abs(constant - 1.0) > self._tolerance:
             assumed = causes == (faults.SUM,) and "unit" not in dict(fault.change)
             causes = (faults.ASSUMED_NUMBER,) if assumed else (*causes, faults.CONSTANT)

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from rollpack._arguments import integer
+from rollpack._arguments import integer, number
 from rollpack._errors import PlanError
 from rollpack._text import counted
 from rollpack.packing import MicroBatch
-from rollpack.testing.explanation import MULTIPLIED, NOT_JOINED, ZERO_BY_ZERO, Explanation, Result, agree
+from rollpack.testing.explanation import DETACHED, MULTIPLIED, NOT_JOINED, ZERO_BY_ZERO, Explanation, Result, agree
 from rollpack.testing.probes import Target, batches, probes
 from rollpack.testing.truth import Observed, Truth
 
@@ -167,9 +167,11 @@ def check_reducer(
         tolerance: the largest deviation of a token's weight, over the largest weight, that counts as agreement.
 
     Raises:
-        PlanError: no such mode, backend or divisor.
+        PlanError: no such mode, backend or divisor, or the reducer is no function.
+        TypeError: the reducer returns something else on a plain batch.
         Exception: what the reducer raises on a plain batch that is not cut. (Later ones are failures in the report.)
     """
+    _callable("reducer", reducer)
     if backend not in _TRAINERS:
         raise PlanError(f"backend is {backend!r}; it has to be one of {', '.join(_TRAINERS)}")
 
@@ -180,18 +182,21 @@ def check_reducer(
             values = truth.losses[tokens]
             values = values if poison is None else np.where(micro_batch.loss_mask, values, poison)
             token_loss = torch.from_numpy(values).requires_grad_()
-            loss = reducer(token_loss, micro_batch.to("cpu"))
+            loss = returned = reducer(token_loss, micro_batch.to("cpu"))
             if backend == "megatron_per_token":
-                loss, count = loss
-                counted += float(count)
-            if not isinstance(loss, torch.Tensor):
-                raise TypeError(f"the reducer returned {loss!r}; it has to be a 0-d tensor")
+                if not (isinstance(returned, tuple) and len(returned) == 2):
+                    raise TypeError(f"the reducer returned {returned!r}; it has to be a loss and a count")
+                loss = returned[0]
+                counted += float(returned[1])
+            if not (isinstance(loss, torch.Tensor) and loss.numel() == 1):
+                what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
+                raise TypeError(f"the reducer returned {what}; the loss has to be a 0-d tensor")
             if not loss.requires_grad:
-                raise _NotJoinedError
+                raise _NotJoinedError(DETACHED if micro_batch.loss_mask.any() else NOT_JOINED)
             (gradient,) = torch.autograd.grad(loss, token_loss, allow_unused=True)
             scale = _TRAINERS[backend](micro_batch.num_micro_batches, micro_batch.dp_size, micro_batch.cp_size)
             observed.add(loss.item() * scale, torch.zeros(len(tokens)) if gradient is None else gradient * scale, tokens)
-        if backend == "megatron_per_token":
+        if counted > 0:  # Megatron divides by nothing else
             observed.loss, observed.gradient = observed.loss / counted, observed.gradient / counted
         return observed
 
@@ -231,9 +236,11 @@ def check_trainer(
         tolerance: see there.
 
     Raises:
-        PlanError: no such mode or divisor.
+        PlanError: no such mode or divisor, or the training step is no function.
+        TypeError: the training step returns something else on a plain batch.
         Exception: what the training step raises on a plain batch that is not cut.
     """
+    _callable("train", train)
 
     def run(ranks: list[list[MicroBatch[Any]]], truth: Truth, poison: float | None) -> Observed:
         result = train(TrainingStep(ranks, truth, poison))
@@ -258,7 +265,12 @@ def padded_rows(values: torch.Tensor, micro_batch: MicroBatch[torch.Tensor]) -> 
 
 
 class _NotJoinedError(Exception):
-    """The loss is a constant."""
+    """The loss is a constant; says where."""
+
+
+def _callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise PlanError(f"{name} is {value!r}; it has to be a function")
 
 
 def _place(micro_batch: MicroBatch[Any]) -> tuple[int, ...]:
@@ -270,6 +282,8 @@ _Run = Callable[[list[list[MicroBatch[Any]]], Truth, float | None], Observed]
 
 def _check(run: _Run, target: Target, group_size: int, tolerance: float) -> Report:
     group_size = integer("group_size", group_size, least=1)
+    if not 0.0 < number("tolerance", tolerance) < 1.0:
+        raise PlanError(f"tolerance is {tolerance}; it has to be above 0 and below 1, as 1e-6")
     results = _results(run, target, group_size, tolerance)
     failing = [result for result in results if _fails(result, tolerance)]
     explain = Explanation(results, failing, target, group_size, tolerance)
@@ -298,8 +312,8 @@ def _results(run: _Run, target: Target, group_size: int, tolerance: float) -> li
             result.base = base
         try:
             observed = run(ranks, truth, probe.poison)
-        except _NotJoinedError:
-            result.trouble = NOT_JOINED
+        except _NotJoinedError as error:
+            result.trouble = str(error)
         except Exception as error:
             if not results:
                 raise

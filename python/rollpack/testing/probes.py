@@ -89,6 +89,8 @@ def probes() -> Iterator[Probe]:
     ranks = Cut(13, 1, "zigzag", _WHOLE)
     yield Probe("empty ranks", "small", uncut)
     yield Probe("empty ranks", "small", ranks, against="small")
+    for cut in (uncut, together[0]):
+        yield Probe("a step without a trained token", "untrained", cut)
     yield Probe("long rollouts", "made up", Cut(2, 2, "zigzag", 1024))
     for poison, (batch, cut) in itertools.product((float("nan"), float("inf")), (("hard", uncut), ("small", ranks))):
         yield Probe("masked values", batch, cut, poison=poison)
@@ -144,7 +146,8 @@ class Batch:
 def batches(target: Target, group_size: int) -> dict[str, Batch]:
     """The batches by name. Groups are of ``group_size`` rollouts where they are even."""
     even, uneven = [group_size] * 4, [2 * group_size, 1, 2 * group_size + 1, group_size]
-    hard = _table(uneven, fan_out=True, empty=True, masked=True)
+    hard, small = _table(uneven, fan_out=True, empty=True, masked=True), _table([2, 3], empty=True)
+    nothing = pa.array([[0] * length for length in small["response_length"].to_pylist()])
     order = np.random.default_rng(5).permutation(hard.num_rows)
     tables = {
         "plain": _table(even),
@@ -153,7 +156,8 @@ def batches(target: Target, group_size: int) -> dict[str, Batch]:
         "empty": _table(even, empty=True),
         "masked": _table(even, masked=True),
         "hard": hard,
-        "small": _table([2, 3], empty=True),
+        "small": small,
+        "untrained": small.set_column(small.column_names.index("loss_mask"), "loss_mask", nothing),
         "made up": make_rollouts(seed=3, prompts=5, longest=256),
     }
     made = {name: Batch(table, target, group_size) for name, table in tables.items()}
