@@ -44,7 +44,8 @@ def flag(name: str, value: object) -> bool:
 
 
 def _not(value: Any, *others: type) -> Any:
-    """The value, if it is neither True or False nor one of these: they would pass for numbers."""
-    if isinstance(value, (bool, np.bool_, *others)):
+    """The value, if it is none of these, neither True or False nor an array of one value: they would pass for numbers."""
+    flagged = isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))
+    if flagged or isinstance(value, others) or getattr(value, "ndim", None):
         raise TypeError
     return value

@@ -141,11 +141,11 @@ def resolve(loss_aggregation: str, divisor: float | None, empty: str) -> tuple[s
     Raises:
         PlanError: no such name, none of ours is equal to it, or the arguments do not go with it.
     """
-    loss_aggregation = word(loss_aggregation)
-    known = _known(loss_aggregation)
+    name = word(loss_aggregation)
+    known = _known(name) if isinstance(loss_aggregation, str) else None
     if known is None:
-        _hint(loss_aggregation)
-        return loss_aggregation, divisor
+        _hint(name)
+        return name, divisor
     if known.mode is None:
         raise PlanError(f"{known.name} is {known.formula}, and no mode of ours is that: {known.note}")
     if isinstance(known.divisor, float):

@@ -18,7 +18,7 @@ from rollpack._errors import DataError
 from rollpack._files import write_whole_directory
 from rollpack._sources.files import mapped, on_disk
 from rollpack.packing import MicroBatch, Packer
-from rollpack.plans import Plan
+from rollpack.plans import Plan, as_plan
 
 _METADATA = b"rollpack.packed"
 _COLUMNS = ("columns", "sample_columns")
@@ -67,7 +67,7 @@ def write_packed(
         FileExistsError: ``directory`` is there already.
         RollpackError: as for :func:`rollpack.pack`.
     """
-    settings = plan.settings
+    settings = as_plan(plan).settings
     ranks = [(dp, cp) for dp in range(settings.dp_size) for cp in range(settings.cp_size)]
     names = [f"dp{dp}-cp{cp}.arrow" for dp, cp in ranks]
     metadata = {_METADATA: base64.b64encode(plan.to_bytes())}

@@ -16,7 +16,7 @@ from rollpack._arguments import integer
 from rollpack._errors import DataError
 from rollpack._sources import Request, Shards, Source
 from rollpack._text import counted
-from rollpack.plans import Plan
+from rollpack.plans import Plan, as_plan
 
 if TYPE_CHECKING:
     import torch
@@ -149,12 +149,12 @@ def pack(
         next, the next takes over its memory.
 
     Raises:
-        PlanError: no such step or rank, no step given where there are several, or less than one thread.
+        PlanError: no such step or rank, no step given where there are several, less than one thread, or this is no plan.
         DataError: a row is not what was planned (the number of rows, and each one's lengths and mask sum, are compared: a
             shuffle of rows that are alike in these is not seen), or a value cannot be packed.
         SchemaError: a column is missing or has a type that cannot be read.
     """
-    step = plan._checked(step, dp_rank, cp_rank)
+    step = as_plan(plan)._checked(step, dp_rank, cp_rank)
     num_threads = integer("num_threads", num_threads, least=1)
     rows = plan._rows_of(step, dp_rank)
     packer = Packer(data, plan.columns, token_columns, sample_columns, sources=plan.sources, rows=rows)

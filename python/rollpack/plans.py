@@ -27,6 +27,13 @@ if TYPE_CHECKING:
 _METADATA, _INTACT, _ID = b"rollpack.plan", b"rollpack.plan_intact", b"rollpack.plan_id"
 
 
+def as_plan(value: object) -> Plan:
+    """An argument that has to be a plan."""
+    if not isinstance(value, Plan):
+        raise PlanError(f"{type(value).__name__} is no Plan; pass the data, then what rollpack.plan returned")
+    return value
+
+
 class Step(NamedTuple):
     """The counts of one optimizer step, of all ranks together."""
 
@@ -343,7 +350,8 @@ class Plan(Saved):
     @staticmethod
     def _check(name: str, value: int, size: int) -> None:
         if not 0 <= integer(name, value) < size:
-            raise PlanError(f"{name} is {value}, and this plan has {size}, counted from 0")
+            noun = name.replace("micro_", "micro-").replace("_", " ")
+            raise PlanError(f"{name} is {value}, and this plan has {counted(size, noun)}, counted from 0")
 
     def _only_step(self) -> int:
         if len(self.steps) != 1:

@@ -28,7 +28,7 @@ from rollpack._sources import Request, Shards, Source
 from rollpack._sources.parts import Part
 from rollpack._text import counted
 from rollpack.packing import MicroBatch, pack
-from rollpack.plans import Plan
+from rollpack.plans import Plan, as_plan
 from rollpack.summary import Summary, key_of_groups
 from rollpack.summary import summarize as _summarize
 
@@ -201,11 +201,11 @@ def shards(ds: ray.data.Dataset, plan: Plan) -> list[RankShard]:
 
     Raises:
         DataError: the dataset has another number of rows than was planned.
-        TypeError: this is no Ray Dataset, or no plan.
+        PlanError: this is no plan.
+        TypeError: this is no Ray Dataset.
     """
     _check_dataset(ds)
-    if not isinstance(plan, Plan):
-        raise TypeError(f"{type(plan).__name__} is no Plan; pass what rollpack.plan returned")
+    plan = as_plan(plan)
     with _in_order(ds):
         refs = ds.to_arrow_refs()
     count = ray.remote(num_cpus=0)(_num_rows)

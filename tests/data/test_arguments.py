@@ -27,7 +27,7 @@ def weighed(mode="sample_mean", **arguments):
     return rollpack.sample_weights(mode, **({"rollout_mask_sums": [1, 2], "num_rollouts": 2, "num_tokens": 3} | arguments))
 
 
-@pytest.mark.parametrize("wrong", [True, np.True_, 2.0, "2", b"2", [2]])
+@pytest.mark.parametrize("wrong", [True, np.True_, np.array(True), 2.0, "2", b"2", [2], np.array([2])])
 def test_no_flag_text_or_fraction_passes_for_an_integer(wrong):
     calls = {name: lambda name=name: planned(**{name: wrong}) for name in INTEGERS}
     calls |= {name: lambda name=name: list(rollpack.pack(TABLE, PLAN, **{name: wrong})) for name in ("step", "dp_rank")}
@@ -41,7 +41,7 @@ def test_no_flag_text_or_fraction_passes_for_an_integer(wrong):
         assert str(told.value) == f"{name} is {wrong!r}; it has to be an integer"
 
 
-@pytest.mark.parametrize("wrong", [True, np.True_, "3", b"3", "three", [3.0], {}])
+@pytest.mark.parametrize("wrong", [True, np.True_, np.array(True), "3", b"3", "three", [3.0], np.array([3.0]), {}])
 def test_no_flag_or_text_passes_for_a_number(wrong):
     calls = {
         "divisor": [

@@ -1,6 +1,7 @@
 """Other trainers' mode names: each formula of the table is worked out by hand, and what plan makes of the name is that."""
 
 import re
+from enum import Enum
 from fractions import Fraction as F
 from pathlib import Path
 
@@ -166,6 +167,12 @@ def test_unknown_names_tell_the_known_ones():
     for name, told in [("trl:grop", "trl:grpo, trl:bnpo"), ("ms-swift:grpo", "trainers are verl, trl, skyrl")]:
         with pytest.raises(rollpack.PlanError, match=told):
             rollpack.plan(table(), loss_aggregation=name, micro_batch_size=2)
+
+
+def test_a_member_of_an_enumeration_is_no_name_of_a_trainer():
+    """Its text has a colon in it, as those have."""
+    with pytest.raises(rollpack.PlanError, match=r"^loss_aggregation is '<Mode.MEAN: 'token_mean'>'; it has to be one of"):
+        rollpack.plan(table(), loss_aggregation=Enum("Mode", {"MEAN": "token_mean"}).MEAN, micro_batch_size=2)
 
 
 def as_row(mode):

@@ -783,7 +783,8 @@ def test_a_number_too_large_for_float32_is_no_infinity(kind):
     value = [1.0, 1e300] if kind == "token_columns" else 1e300
     table = pa.table({"tokens": [[1, 2, 3]], "loss_mask": [[1, 1]], "x": [value]})
     plan = rollpack.plan(table, micro_batch_size=1)
-    with pytest.raises(rollpack.DataError, match="too large for a float32") as caught:
+    said = "the value at position 1 is 1e300, too" if kind == "token_columns" else "1e300 is too"
+    with pytest.raises(rollpack.DataError, match=f"{said} large for a float32") as caught:
         list(rollpack.pack(table, plan, **{kind: ["x"]}))
     assert (caught.value.column, caught.value.row) == ("x", 0)
     infinite = table.set_column(2, "x", [[[1.0, float("inf")]] if kind == "token_columns" else [float("inf")]])

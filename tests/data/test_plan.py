@@ -593,8 +593,12 @@ def test_places_outside_a_plan_are_refused():
             plan.rows(*place)
     with pytest.raises(rollpack.PlanError, match="this plan has 2 steps; pass step=, from 0 to 1$"):
         rollpack.pack(of_lengths([3] * 8), plan)
-    with pytest.raises(rollpack.PlanError, match="^cp_rank is 1, and this plan has 1"):
+    with pytest.raises(rollpack.PlanError, match="^cp_rank is 1, and this plan has 1 cp rank, counted from 0$"):
         rollpack.pack(of_lengths([3] * 8), plan, step=0, cp_rank=1)
+    with pytest.raises(rollpack.PlanError, match="^Table is no Plan; pass the data, then what rollpack.plan returned$"):
+        rollpack.pack(plan, of_lengths([3] * 8))
+    with pytest.raises(rollpack.PlanError, match="^dict is no Plan; pass the data, then"):
+        rollpack.write_packed(of_lengths([3] * 8), {}, "never")
 
 
 # ------------------------------------------------------------------------------------------ the same plan everywhere

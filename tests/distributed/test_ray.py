@@ -160,7 +160,7 @@ def test_what_is_no_dataset_or_no_plan_is_refused(cluster):
         cluster.summarize(TABLE)
     with pytest.raises(TypeError, match="^Table is no Ray Dataset; pass ray.data.from_arrow"):
         cluster.shards(TABLE, rollpack.plan(TABLE, micro_batch_size=24))
-    with pytest.raises(TypeError, match="^Summary is no Plan; pass what rollpack.plan returned"):
+    with pytest.raises(rollpack.PlanError, match="^Summary is no Plan; pass the data, then what rollpack.plan returned"):
         cluster.shards(dataset(), rollpack.summarize(TABLE))
 
 

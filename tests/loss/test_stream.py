@@ -404,3 +404,24 @@ def test_it_trains():
     groups, masks = TABLE["group_index"].to_pylist(), TABLE["loss_mask"].to_pylist()
     trained = {group for group, mask in zip(groups, masks, strict=True) if any(mask)}
     assert weight.grad.item() == pytest.approx(len(trained) / plan.steps[0].num_prompts)
+
+
+@pytest.mark.parametrize("wrong", [torch.tensor(True), torch.tensor([2])])
+def test_no_flag_or_list_in_a_tensor_passes_for_an_integer(wrong):
+    for call in (
+        lambda: rollpack.plan(TABLE, max_tokens_per_gpu=wrong),
+        lambda: micro_batches(TABLE, rollpack.plan(TABLE, **ARGUMENTS), device="cpu", prefetch=wrong),
+        lambda: micro_batches(TABLE, rollpack.plan(TABLE, **ARGUMENTS), device="cpu", dp_rank=wrong),
+    ):
+        with pytest.raises(rollpack.PlanError, match=r"is tensor\(.*; it has to be an integer$"):
+            call()
+
+
+def test_a_plan_and_nothing_else_is_taken_for_one():
+    plan = rollpack.plan(TABLE, **ARGUMENTS)
+    for call in (
+        lambda: micro_batches(plan, TABLE, device="cpu"),
+        lambda: MicroBatchDataset(plan, TABLE),
+    ):
+        with pytest.raises(rollpack.PlanError, match="^Table is no Plan; pass the data, then what rollpack.plan returned$"):
+            call()

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from rollpack._errors import PlanError
 from rollpack._text import counted
 from rollpack.packing import MicroBatch
-from rollpack.plans import Plan
+from rollpack.plans import Plan, as_plan
 
 Mesh = DeviceMesh | torch.distributed.ProcessGroup
 
@@ -81,7 +81,7 @@ def own_ranks(plan: Plan, dp_rank: int | None, cp_rank: int | None) -> tuple[int
     Raises:
         PlanError: one of several was not passed, and several processes run: each of them would take rank 0.
     """
-    sizes, passed = (plan.settings.dp_size, plan.settings.cp_size), (dp_rank, cp_rank)
+    sizes, passed = (as_plan(plan).settings.dp_size, plan.settings.cp_size), (dp_rank, cp_rank)
     for name, size, rank in zip(("dp", "cp"), sizes, passed, strict=True):
         if size > 1 and rank is None and (num_processes() or 1) > 1:
             raise PlanError(

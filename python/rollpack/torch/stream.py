@@ -20,7 +20,7 @@ from rollpack._arguments import integer
 from rollpack._errors import PlanError, RollpackError
 from rollpack._text import counted
 from rollpack.packing import MicroBatch, Packer
-from rollpack.plans import Plan
+from rollpack.plans import Plan, as_plan
 from rollpack.torch.batches import STAY_INT32, map_arrays, to_device, with_mode_weights
 from rollpack.torch.mesh import own_ranks, ranks_of
 
@@ -97,7 +97,7 @@ def _ranks(plan: Plan, mesh: DeviceMesh | None, dp_rank: int | None, cp_rank: in
     if dp_rank is not None or cp_rank is not None:
         raise PlanError("pass mesh=, or dp_rank= and cp_rank=, not both")
     ranks = ranks_of(mesh)
-    planned = plan.settings.dp_size, plan.settings.cp_size
+    planned = as_plan(plan).settings.dp_size, plan.settings.cp_size
     if (ranks.dp_size, ranks.cp_size) != planned:
         raise PlanError(
             f"the mesh has dp {ranks.dp_size} x cp {ranks.cp_size}, and the plan is for dp {planned[0]} x cp {planned[1]}"

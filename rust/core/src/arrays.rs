@@ -229,10 +229,19 @@ impl List {
         }
     }
 
-    /// The first null in a range of values, counted from its start.
-    pub fn null_within(&self, range: &Range<usize>) -> Option<usize> {
-        let nulls = self.values.nulls().filter(|n| n.null_count() > 0)?;
-        range.clone().position(|j| nulls.is_null(j))
+    /// As [`List::range`], where neither the row nor one of its values is null; else what is wrong.
+    pub fn range_without_null(&self, i: usize) -> std::result::Result<Range<usize>, String> {
+        if self.nulls.as_ref().is_some_and(|n| n.is_null(i)) {
+            return Err("is null; fill it or drop the row".to_owned());
+        }
+        let range = self.range(i);
+        let nulls = self.values.nulls().filter(|n| n.null_count() > 0);
+        match nulls.and_then(|nulls| range.clone().position(|j| nulls.is_null(j))) {
+            Some(position) => {
+                Err(format!("the value at position {position} is null; fill it or drop the row"))
+            }
+            None => Ok(range),
+        }
     }
 }
 

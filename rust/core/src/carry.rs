@@ -21,20 +21,14 @@ pub(crate) fn carry(
     run: &Range<usize>,
     to: &mut [f32],
 ) -> Result<()> {
-    let fault = |message: String| Err(Error::data(&list.name, row_number, message));
-    let range = list.range(i);
-    if list.is_null(i) {
-        return fault("is null".to_owned());
-    }
+    let fault = |message: String| Error::data(&list.name, row_number, message);
+    let range = list.range_without_null(i).map_err(fault)?;
     if range.len() != row.response {
-        return fault(format!(
+        return Err(fault(format!(
             "the list has {} and the response {}",
             counted(range.len(), "value"),
             counted(row.response, "token")
-        ));
-    }
-    if let Some(position) = list.null_within(&range) {
-        return fault(format!("the value at position {position} is null"));
+        )));
     }
     let aligned = Aligned::new(row, run);
     to[..aligned.to.start].fill(0.0);
@@ -48,17 +42,24 @@ pub(crate) fn carry(
         bits => for (to, bit) in to.iter_mut().zip(&bits.slice(from.start, from.len())) { *to = f32::from(u8::from(bit)); }
     );
     let overflows = |x: f64| x.is_finite() && x.abs() > f64::from(f32::MAX);
+    let at = |i: usize| {
+        format!("the value at position {} is {}", aligned.from.start + i, show(values, from.start + i))
+    };
     if to.iter().any(|x| x.is_infinite())
-        && with_numbers!(values, v => v[from.clone()].iter().any(|x| overflows(x.as_())), _bits => false)
+        && let Some(i) =
+            with_numbers!(values, v => v[from.clone()].iter().position(|x| overflows(x.as_())), _bits => None)
     {
-        return fault("holds a number that is too large for a float32".to_owned());
+        return Err(fault(format!("{}, too large for a float32", at(i))));
     }
     // In float64: as float32 the first integer that is rounded looks like the last that is not.
     let inexact = |x: f64| x.abs() > 16_777_216.0; // 2^24
-    if with_integers!(values, v => v[from].iter().any(|x| inexact(x.as_())), _ => false) {
-        return fault(
-            "holds an integer that a float32 cannot; cast the column to float to have it rounded".to_owned(),
-        );
+    if let Some(i) =
+        with_integers!(values, v => v[from.clone()].iter().position(|x| inexact(x.as_())), _ => None)
+    {
+        return Err(fault(format!(
+            "{}, which a float32 cannot hold exactly; cast the column to float to have it rounded",
+            at(i)
+        )));
     }
     Ok(())
 }

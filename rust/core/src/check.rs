@@ -88,7 +88,7 @@ impl Samples {
         let stated = match &self.response_length {
             None => None,
             Some(lengths) if lengths.is_null(i) => {
-                faults.push(Error::data(&lengths.name, row, "is null"));
+                faults.push(Error::data(&lengths.name, row, "is null; fill it or drop the row"));
                 return None;
             }
             Some(lengths) => Some(lengths.value(i)),
@@ -241,16 +241,7 @@ pub fn is_one<N: ArrowNativeTypeOp>(x: N) -> bool {
 }
 
 fn list_at(list: &List, i: usize, row: i64, faults: &mut Faults) -> Option<Range<usize>> {
-    if list.is_null(i) {
-        faults.push(Error::data(&list.name, row, "is null"));
-        return None;
-    }
-    let range = list.range(i);
-    if let Some(position) = list.null_within(&range) {
-        faults.push(Error::data(&list.name, row, format!("the value at position {position} is null")));
-        return None;
-    }
-    Some(range)
+    list.range_without_null(i).map_err(|message| faults.push(Error::data(&list.name, row, message))).ok()
 }
 
 /// The sum of a mask, or a fault where a value is neither 0 nor 1.

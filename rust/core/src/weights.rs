@@ -42,7 +42,7 @@ impl Mode {
                 plan_error!("loss_aggregation 'constant' needs divisor=, a finite number above 0")
             }
             (Self::Constant, Some(d)) if !(d.is_normal() && d > 0.0) => {
-                plan_error!("divisor is {d:e}; it has to be a finite number above 0 (at least 2.3e-308)")
+                plan_error!("divisor is {d:?}; it has to be a finite number above 0 (at least 2.3e-308)")
             }
             (Self::Constant, Some(_)) | (_, None) => Ok(()),
             (_, Some(d)) => {
@@ -74,7 +74,9 @@ pub fn sample_weights(
 ) -> Result<Vec<f64>> {
     mode.check_divisor(totals.divisor)?;
     for (name, given) in [("rollout_mask_sums", rollout_mask_sums), ("prompt_mask_sums", prompt_mask_sums)] {
-        check_total(name, given, totals.num_tokens)?;
+        if given.is_some() {
+            check_total(name, sums(name, given, num_samples)?, totals.num_tokens)?;
+        }
     }
     match mode {
         Mode::SampleMean => means(
@@ -101,8 +103,8 @@ pub fn sample_weights(
 }
 
 /// Refuses a part that is larger than the whole.
-fn check_total(name: &str, sums: Option<&[i64]>, num_tokens: Option<i64>) -> Result<()> {
-    match (sums.and_then(|sums| sums.iter().max()), num_tokens) {
+fn check_total(name: &str, sums: &[i64], num_tokens: Option<i64>) -> Result<()> {
+    match (sums.iter().max(), num_tokens) {
         (Some(sum), Some(tokens)) if *sum > tokens && tokens >= 0 => {
             plan_error!(
                 "{name} holds {sum}, and num_tokens, the trained tokens of the whole step, is {tokens}"

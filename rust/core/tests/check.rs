@@ -188,7 +188,7 @@ fn a_null_is_refused() {
         &request(),
         "loss_mask",
         1,
-        &["the value at position 1 is null"],
+        &["the value at position 1 is null; fill it or drop the row"],
     );
     let tokens = |row2| {
         let full = |from: i64| Some((from..from + 3).map(Some).collect());

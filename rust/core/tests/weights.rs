@@ -20,7 +20,7 @@ fn totals(rollouts: i64, prompts: i64, tokens: i64) -> Totals {
 struct Example {
     losses: &'static [f64],
     rollouts: &'static [i64],
-    prompts: &'static [i64],
+    prompts: Option<&'static [i64]>,
     totals: Totals,
     divisor: f64,
 }
@@ -29,8 +29,7 @@ impl Example {
     fn weights(&self, mode: Mode) -> Vec<f64> {
         let divisor = (mode == Mode::Constant).then_some(self.divisor);
         let totals = Totals { divisor, ..self.totals };
-        sample_weights(mode, self.losses.len(), Some(self.rollouts), Some(self.prompts), None, &totals)
-            .unwrap()
+        sample_weights(mode, self.losses.len(), Some(self.rollouts), self.prompts, None, &totals).unwrap()
     }
 
     #[track_caller]
@@ -46,7 +45,7 @@ fn four_samples_in_two_groups() {
     let example = Example {
         losses: &[4.0, 6.0, 30.0, 6.0],
         rollouts: &[1, 3, 2, 3],
-        prompts: &[4, 4, 5, 5],
+        prompts: Some(&[4, 4, 5, 5]),
         totals: totals(4, 2, 9),
         divisor: 10.0,
     };
@@ -66,7 +65,7 @@ fn a_rollout_that_fans_out_counts_once() {
     let example = Example {
         losses: &[8.0, 3.0, 10.0],
         rollouts: &[4, 4, 2],
-        prompts: &[],
+        prompts: None,
         totals: totals(2, 0, 6),
         divisor: 1.0,
     };
@@ -80,7 +79,7 @@ fn groups_may_be_uneven() {
     let example = Example {
         losses: &[1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 6.0, 6.0, 6.0, 6.0],
         rollouts: &[1; 11],
-        prompts: &[4, 4, 4, 4, 3, 3, 3, 4, 4, 4, 4],
+        prompts: Some(&[4, 4, 4, 4, 3, 3, 3, 4, 4, 4, 4]),
         totals: totals(11, 3, 11),
         divisor: 1.0,
     };
@@ -95,7 +94,7 @@ fn all_four_modes_apart() {
     let example = Example {
         losses: &[10.0, 6.0, 8.0, 6.0],
         rollouts: &[1, 3, 2, 6],
-        prompts: &[4, 4, 8, 8],
+        prompts: Some(&[4, 4, 8, 8]),
         totals: totals(4, 2, 12),
         divisor: 16.0,
     };
@@ -176,8 +175,10 @@ fn what_a_mode_needs_has_to_be_there() {
 
 #[test]
 fn counts_and_sums_that_cannot_be_are_refused() {
-    let weigh =
-        |mode, sums: &[i64], totals: Totals| sample_weights(mode, 2, Some(sums), Some(sums), None, &totals);
+    let weigh = |mode, sums: &[i64], totals: Totals| match mode {
+        Mode::PromptMean => sample_weights(mode, 2, None, Some(sums), None, &totals),
+        _ => sample_weights(mode, 2, Some(sums), None, None, &totals),
+    };
     plan_error(
         weigh(Mode::SampleMean, &[1, -3], totals(2, 2, 2)),
         &["rollout_mask_sums holds -3", "negative"],
@@ -192,13 +193,21 @@ fn counts_and_sums_that_cannot_be_are_refused() {
             &["rollout_mask_sums holds 4, and num_tokens, the trained tokens of the whole step, is 3"],
         );
     }
-    let groups = sample_weights(Mode::PromptMean, 2, None, Some(&[1, 4]), None, &totals(2, 2, 3));
-    plan_error(groups, &["prompt_mask_sums holds 4, and num_tokens"]);
+    plan_error(
+        weigh(Mode::PromptMean, &[1, 4], totals(2, 2, 3)),
+        &["prompt_mask_sums holds 4, and num_tokens"],
+    );
     plan_error(
         weigh(Mode::SampleMean, &[1], totals(2, 2, 2)),
         &["rollout_mask_sums", "1 value for", "2 samples"],
     );
     plan_error(weigh(Mode::PromptMean, &[1, 1, 1], totals(2, 2, 2)), &["3 values", "2 samples"]);
+    for mode in [Mode::SampleMean, Mode::TokenMean] {
+        plan_error(
+            sample_weights(mode, 2, Some(&[1, 1]), Some(&[1, 1, 1]), None, &totals(2, 2, 2)),
+            &["prompt_mask_sums has 3 values for 2 samples"], // read or not
+        );
+    }
     plan_error(weigh(Mode::SampleMean, &[1, 1], totals(-1, 2, 2)), &["num_rollouts is -1", "negative"]);
     plan_error(weigh(Mode::PromptMean, &[1, 1], totals(1, -2, 2)), &["num_prompts is -2", "negative"]);
     plan_error(weigh(Mode::TokenMean, &[1, 1], totals(1, 1, -5)), &["num_tokens is -5", "negative"]);
