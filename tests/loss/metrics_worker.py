@@ -51,11 +51,18 @@ def main(rank, world, store, path, out):
         other.log()
     except ValueError as error:
         logged["error"] = str(error)
-    more = Metrics({"a": "max", "b": "min"} if rank == 0 else {"a": "max"})
-    try:
-        more.log()
-    except ValueError as error:
-        logged["a name more"] = str(error)
+    for name, number in {"a name more": 2, "many names more": 65}.items():
+        more = Metrics({f"{i:02}": "max" for i in range(number if rank == 0 else 1)})
+        try:
+            more.log()
+        except ValueError as error:
+            logged[name] = str(error)
+    # Of many names each gets its own: one tensor is not enough for them.
+    plan = rollpack.plan(table, micro_batch_size=100, dp_size=world)
+    (micro_batch,) = rollpack.pack(table, plan, dp_rank=rank)
+    many = Metrics({f"{i:02}": "max" for i in range(70)})
+    many.add(micro_batch, {f"{i:02}": float(100 * rank + i) for i in range(70)})
+    logged["many names"] = many.log()
     # As are processes that are not the dp x cp ranks of the plan: here each runs the whole of it.
     metrics = Metrics(DECLARED)
     fill(metrics, table, [(0, 0)], dp_size=1, cp_size=1, max_tokens_per_gpu=100)

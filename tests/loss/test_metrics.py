@@ -178,6 +178,8 @@ def test_real_processes(world, tmp_path):
     logged = ranks[0]["logged"]
     assert "declared different metrics" in logged.pop("error")
     assert "declared different metrics" in logged.pop("a name more")
+    assert "declared different metrics" in logged.pop("many names more")
+    assert logged.pop("many names") == {f"{i:02}": 100.0 * (world - 1) + i for i in range(70)}
     assert "of different plans or steps: plan alike on all of them" in logged.pop("another plan")
     assert f"and the {world} processes that were gathered added micro-batches of 1: call add" in logged.pop("one rank")
     assert "processes 1 did not add each of their micro-batches" in logged.pop("a micro-batch less")
@@ -191,7 +193,9 @@ def test_real_processes(world, tmp_path):
         assert values == pytest.approx(EXPECTED, rel=1e-14)
     full = 7 + 2 * 64  # room for 64 names
     # One for each call of log().
-    assert ranks[0]["calls"] == [full, full] * len(layouts) + [full] * 9
+    calls = ranks[0]["calls"]
+    assert [n for n in calls if n != full] == [2 * (70 - 64)]  # the second of 70 names
+    assert len(calls) - 1 == 2 * len(layouts) + 11
 
 
 def batch(**arguments):

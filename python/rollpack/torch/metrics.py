@@ -190,7 +190,8 @@ class Metrics:
         """What was added since the last log, over all ranks, as a flat dict. Then a new log begins.
 
         It makes one collective, an all-gather of one float64 tensor of 7 + 2 numbers a name (sums, extremes and counts
-        travel together), of 64 names at a time, and adds up in the order of ranks, so every rank has the same bits.
+        travel together), and adds up in the order of ranks, so every rank has the same bits. There is room for 64 names in
+        it; what is beyond makes a second one.
 
         Args:
             group: the process group of the dp x cp ranks; all processes if left out. Every rank of it has to call.
@@ -204,10 +205,13 @@ class Metrics:
                 some of the K micro-batches of a rank were not added. Every rank of the group raises, and what was added
                 stays: :meth:`reset` throws it away.
         """
-        gathered = _gather(self._packed(), group)
+        packed = self._packed()
+        gathered = _gather(packed[:_FIRST], group)
         digests, steps, ranks, sizes, places, plans, complete = gathered[:, :_HEADER].T
         if (digests != digests[0]).any():
             raise PlanError("ranks declared different metrics; names and normalisers have to be the same on all of them")
+        if len(packed) > _FIRST:  # on every rank, as they declared the same
+            gathered = np.concatenate([gathered, _gather(packed[_FIRST:], group)], axis=1)
         size, seen = int(sizes.max()), int(ranks.sum())
         # Processes that add nothing may be there beside those that do, such as all but the last stage of a pipeline.
         added = ranks > 0
@@ -235,7 +239,7 @@ class Metrics:
                 f"processes {', '.join(map(str, behind))} did not add each of their micro-batches in each step, or pass "
                 "over it: call add for all K of them, placeholders too, and log when the step has ended on every rank"
             )
-        values, tokens = np.split(gathered[:, _HEADER:], 2, axis=1)  # and zeros behind both
+        values, tokens = gathered[:, _HEADER::2], gathered[:, _HEADER + 1 :: 2]
         logged = {
             name: _normalised(self._normalisers[name], values[:, i], float(tokens[:, i].sum()), num_steps)
             for i, name in enumerate(sorted(self._normalisers))
@@ -244,7 +248,7 @@ class Metrics:
         return {name: value for name in self._normalisers if (value := logged[name]) is not None}
 
     def _packed(self) -> torch.Tensor:
-        """[7 + 2 rooms] float64: see :data:`_HEADER`; then values and counts, with zeros up to :data:`_ROOM`."""
+        """[7 + 2 names] float64: see :data:`_HEADER`; then a value and a count each; zeros up to :data:`_FIRST`."""
         declared = sorted(self._normalisers.items())
         place = next(iter(self._ranks)) if len(self._ranks) == 1 and self._size > 1 else None
         at = -1 if place is None else place[0] * self._size + place[1]
@@ -257,16 +261,16 @@ class Metrics:
             for name, normaliser in declared
         ]
         tokens = [self._tokens.get(name, zero).to(device) for name, _ in declared]
-        spare = [zero] * (-len(declared) % _ROOM)
-        numbers = torch.stack([*values, *spare, *tokens, *spare])
-        return torch.cat([torch.tensor(header, dtype=torch.float64, device=device), numbers])
+        numbers = [number for pair in zip(values, tokens, strict=True) for number in pair]
+        spare = [zero] * (_FIRST - _HEADER - len(numbers))
+        return torch.cat([torch.tensor(header, dtype=torch.float64, device=device), torch.stack([*numbers, *spare])])
 
 
 #: A digest of the declaration, the passes over steps, how many ranks this process was, D·C, which rank if it was one of
 #: several, a digest of the plans and steps, and in how many passes each micro-batch came.
 _HEADER = 7
-#: There is room for a multiple of so many names: ranks that declared a name more gather as much, and are told.
-_ROOM = 64
+#: How many numbers are gathered first, for 64 names: ranks that declared more or fewer gather as many, and are told.
+_FIRST = _HEADER + 2 * 64
 
 
 class _Weights:
