@@ -8,6 +8,7 @@ from examples import FOUR_SAMPLES, MODES
 from test_masks import NEW_MASKS, whole_masks
 
 import rollpack
+from rollpack.testing import Cut, check_reducer, check_trainer, verify
 from rollpack.torch import LossReducer, MicroBatchDataset, micro_batches, ranks_of
 
 
@@ -118,6 +119,9 @@ def main(rank, store, out):
 
     told("more ranks than processes", lambda: reduced("ddp", 8))
     told("fewer ranks than processes", lambda: reduced("ddp", 1))  # or was dp_size= forgotten?
+    told("the kit", lambda: check_reducer(LossReducer(backend="none")))
+    told("the kit for trainers", lambda: check_trainer(lambda step: step.model().weight))
+    told("verify", lambda: verify(table, [Cut(2, 2, "zigzag", 8)]))
     found["fewer ranks than processes"] = reduced("megatron", 1)  # the others are, say, tensor parallel
     found["fewer ranks, of a group"] = reduced("ddp", 2, mesh=pairs[rank // 2])
     found["summed by hand"] = reduced("none", 8)

@@ -17,7 +17,7 @@ from rollpack._text import counted
 from rollpack.packing import MicroBatch
 from rollpack.testing.explanation import DETACHED, MULTIPLIED, NOT_JOINED, ZERO_BY_ZERO, Explanation, Result, agree
 from rollpack.testing.probes import Target, batches, probes
-from rollpack.testing.truth import Observed, Truth
+from rollpack.testing.truth import Observed, Truth, check_one_process
 
 _SUMMED: Callable[[int, int, int], float] = lambda _k, _d, _c: 1.0  # noqa: E731
 _OVER_RANKS: Callable[[int, int, int], float] = lambda _k, d, c: 1.0 / (d * c)  # noqa: E731
@@ -167,7 +167,7 @@ def check_reducer(
         tolerance: the largest deviation of a token's weight, over the largest weight, that counts as agreement.
 
     Raises:
-        PlanError: no such mode, backend or divisor, or the reducer is no function.
+        PlanError: no such mode, backend or divisor, the reducer is no function, or several processes run.
         TypeError: the reducer returns something else on a plain batch.
         Exception: what the reducer raises on a plain batch that is not cut. (Later ones are failures in the report.)
     """
@@ -236,7 +236,7 @@ def check_trainer(
         tolerance: see there.
 
     Raises:
-        PlanError: no such mode or divisor, or the training step is no function.
+        PlanError: no such mode or divisor, the training step is no function, or several processes run.
         TypeError: the training step returns something else on a plain batch.
         Exception: what the training step raises on a plain batch that is not cut.
     """
@@ -281,6 +281,7 @@ _Run = Callable[[list[list[MicroBatch[Any]]], Truth, float | None], Observed]
 
 
 def _check(run: _Run, target: Target, group_size: int, tolerance: float) -> Report:
+    check_one_process()
     group_size = integer("group_size", group_size, least=1)
     if not 0.0 < number("tolerance", tolerance) < 1.0:
         raise PlanError(f"tolerance is {tolerance}; it has to be above 0 and below 1, as 1e-6")

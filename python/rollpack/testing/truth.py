@@ -13,6 +13,7 @@ from rollpack._errors import PlanError
 from rollpack.names import OURS
 from rollpack.packing import MicroBatch
 from rollpack.testing.rollouts import Rollouts, token_losses
+from rollpack.torch.mesh import num_processes
 
 Floats = npt.NDArray[np.float64]
 
@@ -25,6 +26,19 @@ def check_mode(mode: str) -> None:
     """
     if mode not in OURS:
         raise PlanError(f"loss_aggregation is {mode!r}; what is held against the reference is one of {', '.join(OURS)}")
+
+
+def check_one_process() -> None:
+    """Refuse a run of several processes, where a reducer of a trainer takes each for a rank of its own.
+
+    Raises:
+        PlanError: there are several.
+    """
+    if (number := num_processes() or 1) > 1:
+        raise PlanError(
+            f"all ranks are gone through in one process, and {number} processes of torch.distributed run: call this before "
+            "init_process_group, or in a program of its own"
+        )
 
 
 class Truth:

@@ -16,7 +16,7 @@ from rollpack.packing import MicroBatch, Packer
 from rollpack.summary import summarize
 from rollpack.testing.cuts import Cut
 from rollpack.testing.rollouts import Rollouts
-from rollpack.testing.truth import Observed, Truth, check_mode
+from rollpack.testing.truth import Observed, Truth, check_mode, check_one_process
 from rollpack.torch import LossReducer
 
 #: The largest deviation that counts as agreement.
@@ -97,8 +97,9 @@ def verify(
         One :class:`Agreement` a mode.
 
     Raises:
-        PlanError: the reference knows no such mode, or as for :func:`rollpack.plan`.
+        PlanError: the reference knows no such mode, several processes run, or as for :func:`rollpack.plan`.
     """
+    check_one_process()
     for mode in modes:
         check_mode(mode)
     reduce = reduce or LossReducer(backend="none")
