@@ -189,6 +189,13 @@ def test_a_column_left_out(run, file):
     assert found["trained_tokens"] == 10
 
 
+def test_a_column_that_cannot_be_read_ends_the_reading(run, tmp_path):
+    text = write(tmp_path / "text.parquet", [{"tokens": "a b", "loss_mask": [1]}])
+    status, out, _ = run("inspect", text)
+    assert (status, out.splitlines()[0]) == (1, f"{text}: no row can be read")
+    assert "column 'tokens': has type" in out
+
+
 def test_missing_columns_are_faults_with_their_file(run, tmp_path, file):
     other = write(tmp_path / "other.parquet", [{"token": [1, 2], "loss_mask": [1]}])
     status, out, _ = run("inspect", file, other, "--json")

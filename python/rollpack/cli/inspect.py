@@ -74,8 +74,8 @@ def document(found: Inspection, paths: list[Path]) -> dict[str, Any]:
 
 def _overview(found: Inspection, paths: list[Path]) -> list[str]:
     if found.sound_rows == 0:
-        read = "" if found.rows is None else f"{counted(found.rows, 'row')}, and "
-        return [f"{_files(paths)}: {read}none without a fault"]
+        told = "no row can be read" if found.rows is None else f"{counted(found.rows, 'row')}, and none without a fault"
+        return [f"{_files(paths)}: {told}"]
     whose = ", each row of its own" if not found.rollout_key else f" by {', '.join(found.rollout_key)}"
     rows = [
         ["rows", "unknown" if found.rows is None else f"{found.rows:,}"],
