@@ -357,6 +357,12 @@ WRONG = [
         {faults.MEAN_OF_MEANS, faults.PER_ROW},
         meant("sample_mean", backend="megatron"),
     ),
+    Wrong(
+        "mean of row means over micro-batches, added up over ranks",
+        lambda x, mb: mean_of_row_means(x, mb) / mb.num_micro_batches,
+        {faults.MEAN_OF_MEANS, faults.PER_ROW, faults.DP_SIZE, faults.CP_TWICE},
+        meant("sample_mean"),
+    ),
     Wrong("means added up over ranks", masked_mean, {faults.OF_THE_MICRO_BATCH}, meant("token_mean")),
     Wrong(
         "averaged over ranks, no factor",

@@ -91,7 +91,8 @@ class Explanation:
         self._weights: dict[tuple[int, Fault], Floats] = {}
         self._fault: tuple[Fault, float] | None = None
         if any(result.known and not agree(result.weights, result.wanted, tolerance) for result in failing):
-            self._fault = self._match(self._known, itertools.chain(self._one_mistake(), self._two_mistakes()))
+            mistakes = itertools.chain(self._one_mistake(), self._two_mistakes(), self._three_mistakes())
+            self._fault = self._match(self._known, mistakes)
 
     def __call__(self, result: Result) -> str:
         """The cause of one failure."""
@@ -120,6 +121,16 @@ class Explanation:
         for a, b in itertools.combinations(self._singles, 2):
             if (both := a & b) is not None:
                 yield both, False
+
+    def _three_mistakes(self) -> Iterator[tuple[Fault, bool]]:
+        """Two, and a leftover factor of K, D and C. Tried where all but a factor is explained by the two."""
+        factors = [fault for fault in self._singles if dict(fault.change).keys() == {"scale"}]
+        hardest = self._known[0]
+        for a, b in itertools.combinations(self._singles, 2):
+            if (two := a & b) is not None and "scale" not in dict(two.change):
+                predicted = self._constant(hardest, two) * self._predicted(hardest, two)
+                if agree(hardest.weights, predicted, self._tolerance):
+                    yield from ((three, False) for factor in factors if (three := two & factor) is not None)
 
     def _match(self, results: list[Result], hypotheses: Iterable[tuple[Fault, bool]]) -> tuple[Fault, float] | None:
         for fault, scaled in hypotheses:
