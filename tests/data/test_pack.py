@@ -3,6 +3,7 @@
 import math
 
 import numpy as np
+import pandas as pd
 import polars as pl
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -776,6 +777,15 @@ def test_groups_and_ids_are_not_read_again():
     """Packing needs lengths, masks and tokens; ids were settled by the plan."""
     plan = rollpack.plan(HAND, micro_batch_size=2, loss_aggregation="prompt_mean")
     assert only(HAND.drop_columns(["group_index"]), plan).prompt_mask_sums.tolist() == [2, 1]
+
+
+def test_a_null_that_pandas_made_of_a_nan_is_told():
+    frame = pd.DataFrame({"tokens": [[1, 2, 3]], "loss_mask": [[0, 1]], "x": [[float("nan"), 0.5]]})
+    plan = rollpack.plan(frame, micro_batch_size=1)
+    with pytest.raises(
+        rollpack.DataError, match=r"position 0 is null \(pandas makes one of a NaN\); fill it or drop the row$"
+    ):
+        list(rollpack.pack(frame, plan, token_columns=["x"]))
 
 
 @pytest.mark.parametrize("kind", ["token_columns", "sample_columns"])

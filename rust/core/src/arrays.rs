@@ -238,7 +238,9 @@ impl List {
         let nulls = self.values.nulls().filter(|n| n.null_count() > 0);
         match nulls.and_then(|nulls| range.clone().position(|j| nulls.is_null(j))) {
             Some(position) => {
-                Err(format!("the value at position {position} is null; fill it or drop the row"))
+                let made =
+                    if self.values.data_type().is_floating() { " (pandas makes one of a NaN)" } else { "" };
+                Err(format!("the value at position {position} is null{made}; fill it or drop the row"))
             }
             None => Ok(range),
         }
