@@ -94,7 +94,9 @@ def test_the_ranks_of_the_shards_page_share_the_batch(tmp_path, monkeypatch):
     (ranks,) = [text for text in texts if "check_same_plan" in text]
     monkeypatch.chdir(tmp_path)
     exec(compile(texts[0], page.name, "exec"), {})
-    code = f"import rollpack, torch\ntorch.set_num_threads(1)\n{ranks}\ntorch.distributed.destroy_process_group()"
+    # Ranks meet before they leave: gloo may wait for ever, or abort, where one does right after a gather.
+    end = "torch.distributed.barrier()\ntorch.distributed.destroy_process_group()"
+    code = f"import rollpack, torch\ntorch.set_num_threads(1)\n{ranks}\n{end}"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--no-python"]
     done = subprocess.run([*torchrun, sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

@@ -293,7 +293,8 @@ def megatron_on_cpu(dtype: torch.dtype) -> Iterator[None]:
         return made
 
     with contextlib.ExitStack() as patches:
-        for name, value in {"current_device": "cpu", "synchronize": None, "is_available": False}.items():
+        on_a_cpu = {"current_device": "cpu", "current_stream": None, "synchronize": None, "is_available": False}
+        for name, value in on_a_cpu.items():
             patches.enter_context(mock.patch.object(torch.cuda, name, lambda *_, value=value, **__: value))
         for name in ("zeros", "ones", "empty", "full", "tensor", "zeros_like", "ones_like", "empty_like"):
             patches.enter_context(mock.patch.object(torch, name, on_cpu(getattr(torch, name))))

@@ -147,5 +147,8 @@ if __name__ == "__main__":
     trainer.train()
     if not dist.is_initialized() or dist.get_rank() == 0:
         print("RESULTS", json.dumps(RESULTS))
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        dist.barrier()  # gloo may wait for ever, or abort, where a rank leaves right after a gather
+        dist.destroy_process_group()
+    else:
         trl_refused.check()

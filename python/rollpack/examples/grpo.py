@@ -167,6 +167,7 @@ def main(argv: Sequence[str] | None = None) -> dict[tuple[str, int], Curve]:
         dist.init_process_group("gloo")
         mesh = init_device_mesh("cpu", (arguments.dp_size, arguments.cp_size), mesh_dim_names=("dp", "cp"))
         spread = dict(run_all(arguments, mesh, f"{world} ranks, "))
+        dist.barrier()  # gloo may wait for ever, or abort, where a rank leaves right after a gather
         dist.destroy_process_group()
         if first:
             ranks_text = f"dp {arguments.dp_size} x cp {arguments.cp_size} beside one process"

@@ -206,7 +206,7 @@ def _named_groups(masses: Mapping[str, _Floats], summary: Summary, units: _Units
     shares = {mode: np.bincount(units.groups, weights=mass) for mode, mass in masses.items()}
     if not shares:
         return []
-    largest = np.max(list(shares.values()), axis=0)
+    largest: _Floats = np.maximum.reduce(list(shares.values()))
     first = np.unique(units.groups, return_index=True)[1]
     rollouts = np.bincount(units.group_of_rollout)
     trained = np.bincount(units.groups, weights=summary.column("mask_sum")).astype(np.int64)
