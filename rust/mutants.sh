@@ -12,10 +12,11 @@ mkdir -p target/mutants # cargo mutants makes the last folder only
 bins="--lib --test=bins_and_balance --test=even"
 declare -A tests=(
     [arrays]="--test=arrays --test=check --test=pack" [balance]="$bins" [bins]="$bins" [carry]="--test=pack"
-    [check]="--test=check" [columns]="--test=check" [cost]="--test=plan" [cut]="--test=cut" [error]="--test=check"
-    [ids]="--test=check" [keep]="--test=plan" [left]="$bins" [lockstep]="$bins" [online]="--test=online"
-    [options]="--test=options --test=plan" [pack]="--test=pack" [partition]="$bins" [plan]="--test=plan" [placed]="--test=plan" [rows]="--test=pack"
-    [steps]="--test=steps --test=options" [summary]="--test=summary --test=check" [swaps]="$bins" [waits]="--test=plan" [weights]="--test=weights"
+    [check]="--test=check" [columns]="--test=check" [cost]="--test=plan" [cut]="--test=cut"
+    [error]="--test=check --test=plan" [ids]="--test=check" [keep]="--test=plan" [left]="$bins" [lockstep]="$bins"
+    [online]="--test=online" [options]="--test=options --test=plan" [pack]="--test=pack" [partition]="$bins"
+    [placed]="--test=plan" [plan]="--test=plan" [rows]="--test=pack" [steps]="--test=steps --test=options"
+    [summary]="--test=summary --test=check" [swaps]="$bins" [waits]="--test=plan" [weights]="--test=weights"
 )
 files=() options=()
 for argument; do

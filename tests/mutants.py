@@ -34,20 +34,24 @@ import pytest
 ROOT = Path(__file__).parents[1]
 #: The files that are mutated, and the tests that cover each.
 TESTS = {
-    "weights.py": "data/test_weights.py loss/test_legacy.py",
+    "_arguments.py": "data/test_arguments.py data/test_weights.py data/test_plan.py loss/test_backends.py",
+    "weights.py": "data/test_weights.py data/test_arguments.py loss/test_legacy.py",
     "names.py": "data/test_names.py data/test_plan.py loss/test_metrics.py",
-    "cost.py": "data/test_plan.py data/test_simulation.py",
+    "cost.py": "data/test_plan.py data/test_simulation.py data/test_arguments.py",
+    "arrivals.py": "loss/test_online.py loss/test_metrics.py",
     "_sources/request.py": "data/test_summarize.py data/test_sources.py data/test_pack.py",
     "torch/backends.py": "loss/test_backends.py loss/test_online.py",
     "torch/weights.py": "loss/test_reducer.py loss/test_legacy.py",
     "torch/reducer.py": "loss/test_reducer.py loss/test_steps.py loss/test_masks.py loss/test_backends.py "
     "loss/test_online.py test_reprs.py",
+    "torch/mesh.py": "loss/test_masks.py loss/test_reducer.py loss/test_stream.py loss/test_metrics.py",
     "torch/masks.py": "loss/test_masks.py loss/test_reducer.py loss/test_legacy.py",
     "torch/metrics.py": "loss/test_metrics.py loss/test_legacy.py test_reprs.py",
     "summary.py": "data/test_summarize.py data/test_shards.py data/test_plan.py test_reprs.py",
     "torch/stream.py": "loss/test_stream.py test_reprs.py",
     "planning.py": "data/test_plan.py data/test_shards.py data/test_pack.py data/test_names.py loss/test_legacy.py",
-    "plans.py": "data/test_plan.py data/test_shards.py data/test_pack.py data/test_show.py test_reprs.py",
+    "plans.py": "data/test_plan.py data/test_shards.py data/test_pack.py data/test_show.py test_reprs.py "
+    "data/test_arguments.py",
 }
 #: Time of one mutant, in seconds, of the processor and in all: at least, and of what its tests take unchanged.
 LEAST, FACTOR = 20, 4
@@ -269,7 +273,7 @@ def try_file(name: str, copy: Path, only: set[int]) -> dict[str, int]:
     trace = Trace(path)
     if forked(600, 600, tests, trace, answer) != "lived":
         raise SystemExit("the tests fail without any mutant")
-    found = sorted((*of, test) for test, of in json.loads(answer.read_text()).items())
+    found = sorted(((*of, test) for test, of in json.loads(answer.read_text()).items()), key=lambda of: of[1])
     counts = dict.fromkeys(("found", "killed", "timed out", "lived"), 0)
     for place, at_import, what, mutant in mutants(source):
         if only and not only & {*place}:

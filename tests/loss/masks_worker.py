@@ -92,9 +92,9 @@ def main(rank, store, out):
     except rollpack.RollpackError as error:
         found["added"] = str(error)
 
-    def of_one(batches, masks, denominators="current"):
+    def of_one(batches, masks, denominators="current", mesh=None):
         """What is wrong on rank 1 alone, as all are told of it."""
-        reducer = LossReducer(backend="fsdp", denominators=denominators)
+        reducer = LossReducer(backend="fsdp", mesh=mesh, denominators=denominators)
         return error_of(lambda: reducer.set_masks(batches, masks, cut=True))
 
     right = [b.loss_mask for b in batches]
@@ -111,18 +111,28 @@ def main(rank, store, out):
         of_one(batches, right, "original" if rank == 1 else "current"),
     ]
     found["wrong on none"] = of_one(batches, right)
+    found["wrong on rank 1 of a mesh"] = of_one(batches, [m[1:] if rank == 1 else m for m in right], mesh=mesh)
+    halves = list(rollpack.pack(table, rollpack.plan(table, micro_batch_size=2, dp_size=2), dp_rank=rank % 2))
+    of_halves = [torch.from_numpy(b.loss_mask)[rank == 1 :] for b in halves]
+    found["wrong on rank 1 of pairs"] = of_one(halves, of_halves, mesh=pairs[rank // 2])
 
     def reduced(backend, dp_size, mesh=None):
         of = rollpack.plan(table, micro_batch_size=4, dp_size=dp_size, placeholders=True)
         (batch,) = rollpack.pack(table, of, dp_rank=rank % dp_size if mesh else dp_size - 1, token_columns=["loss"])
-        return LossReducer(backend=backend, mesh=mesh)(torch.from_numpy(batch.columns["loss"]).double(), batch).item()
+        reducer = LossReducer(backend=backend, mesh=mesh)
+        token_loss = torch.from_numpy(batch.columns["loss"]).double()
+        if backend == "megatron_per_token":
+            return reducer.loss_and_count(token_loss, batch)[0].item()
+        return reducer(token_loss, batch).item()
 
     told("more ranks than processes", lambda: reduced("ddp", 8))
     told("fewer ranks than processes", lambda: reduced("ddp", 1))  # or was dp_size= forgotten?
     told("the kit", lambda: check_reducer(LossReducer(backend="none")))
     told("the kit for trainers", lambda: check_trainer(lambda step: step.model().weight))
     told("verify", lambda: verify(table, [Cut(2, 2, "zigzag", 8)]))
-    found["fewer ranks than processes"] = reduced("megatron", 1)  # the others are, say, tensor parallel
+    # The others are, say, tensor parallel.
+    with_others = "none", "megatron", "megatron_legacy", "megatron_per_token"
+    found["fewer ranks than processes"] = {backend: reduced(backend, 1) for backend in with_others}
     found["fewer ranks, of a group"] = reduced("ddp", 2, mesh=pairs[rank // 2])
     found["summed by hand"] = reduced("none", 8)
     with open(f"{out}.{rank}", "w") as file:

@@ -119,3 +119,16 @@ def test_wrong_arguments():
     for name in ("dp_size", "cp_size", "num_micro_batches"):
         with pytest.raises(rollpack.PlanError, match=f"^{name} is 0; it has to be at least 1"):
             gradient_factor("ddp", **sizes | {name: 0})
+        with pytest.raises(rollpack.PlanError, match=f"^{name} is 2.0; it has to be an integer"):
+            gradient_factor("ddp", **sizes | {name: 2.0})
+    with pytest.raises(rollpack.PlanError, match="^accumulation_steps is '1'; it has to be an integer"):
+        gradient_factor("accelerate", **sizes, accumulation_steps="1")
+    for wrong, text in ((-1, "be at least 0"), ("9", "be an integer")):
+        with pytest.raises(rollpack.PlanError, match=f"^num_tokens is {wrong!r}; it has to {text}"):
+            gradient_factor("megatron_per_token", **sizes, num_tokens=wrong)
+    with pytest.raises(rollpack.PlanError, match="^own_accumulation_boundary is 'no'; it has to be True or False"):
+        gradient_factor("accelerate", **sizes, accumulation_steps=2, own_accumulation_boundary="no")
+
+
+def test_a_step_without_a_trained_token_has_a_factor_too():
+    assert gradient_factor("megatron_per_token", dp_size=2, cp_size=1, num_micro_batches=1, num_tokens=0) == 0

@@ -125,6 +125,10 @@ def test_wrong_use_is_told():
         reducer.set_masks(steps, [m[1:] for m in masks], cut=False)
     with pytest.raises(rollpack.PlanError, match="micro-batch 0 is given twice, and would count twice"):
         reducer.set_masks([steps[0], *steps], [masks[0], *masks], cut=True)
+    with pytest.raises(TypeError, match=r"^masks\[0\] is a list; it has to be a torch tensor"):
+        reducer.set_masks(steps, [m.tolist() for m in masks], cut=True)
+    with pytest.raises(rollpack.PlanError, match="^cut is 'False'; it has to be True or False"):
+        reducer.set_masks(steps, masks, cut="False")
     reducer.set_masks(steps, masks, cut=True)
     with pytest.raises(rollpack.PlanError, match="masks go into reducer.set_masks"):
         reducer(steps[0].columns["loss"], steps[0], loss_mask=masks[0])
@@ -195,13 +199,23 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(ranks):
         assert found["wrong on none"] is None
         for text, told in zip(own, found["wrong on rank 1"], strict=True):
             assert re.match(text if rank == 1 else "RollpackError: set_masks failed on 1 other rank: the error", told)
+        told = found["wrong on rank 1 of a mesh"]
+        assert re.match(own[0] if rank == 1 else "RollpackError: set_masks failed on 1 other rank: the error", told)
+
+
+def test_what_is_wrong_in_one_process_group_is_not_an_error_in_another(ranks):
+    told = [found["wrong on rank 1 of pairs"] for found in ranks]
+    assert re.match("RollpackError: set_masks failed on 1 other rank: the error", told[0])
+    assert re.match(r"RollpackError: masks\[0\] is torch.bool of shape", told[1])
+    assert told[2:] == [None, None]
 
 
 def test_ranks_that_are_said_and_processes_of_other_kinds_are_right(ranks):
     for found in ranks:
         assert [len(rows) for rows in found["rows"]] == [1, 1]  # of four samples on two dp ranks
         assert [len(rows) for rows in found["rows of one"]] == [1, 1, 1, 1]
-        assert found["fewer ranks than processes"] == pytest.approx(5.75, rel=1e-14)
+        losses = {"none": 5.75, "megatron": 5.75, "megatron_legacy": 5.75, "megatron_per_token": 9 * 5.75}  # of 9 tokens
+        assert found["fewer ranks than processes"] == pytest.approx(losses, rel=1e-14)
         assert found["summed by hand"] == 0.0  # a placeholder
     # Two of each pair of processes average: ddp undoes that with a factor of 2.
     for pair in (ranks[:2], ranks[2:]):

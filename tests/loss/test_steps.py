@@ -109,8 +109,9 @@ def test_a_micro_batch_of_another_step_or_rank_is_told():
 
 def test_a_step_that_nobody_enters_is_told():
     """As one writes ``optimizer.step()``: it would watch over nothing."""
-    with pytest.warns(UserWarning, match="reducer.step\\(\\) alone does nothing: write `with reducer.step\\(\\):`"):
+    with pytest.warns(UserWarning, match="reducer.step\\(\\) alone does nothing: write `with reducer.step\\(\\):`") as told:
         LossReducer().step()
+    assert told[0].filename == __file__  # where to write it
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step = LossReducer().step()

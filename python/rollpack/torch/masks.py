@@ -14,14 +14,13 @@ from rollpack._text import counted
 from rollpack.packing import MicroBatch
 from rollpack.torch.batches import as_tensor
 from rollpack.torch.mesh import Mesh, check_all_reduce, collective_device, reducing_groups
-from rollpack.torch.weights import host_array
+from rollpack.torch.weights import check_tensor, host_array
 from rollpack.weights import sample_weights
 
 
 def check_mask(name: str, mask: torch.Tensor, length: int) -> torch.Tensor:
     """``mask``, if it is [length] bool."""
-    if not isinstance(mask, torch.Tensor):
-        raise TypeError(f"{name} is a {type(mask).__name__}; it has to be a torch tensor")
+    check_tensor(name, mask)
     if mask.dtype != torch.bool or mask.shape != (length,):
         raise RollpackError(
             f"{name} is {mask.dtype} of shape {list(mask.shape)}; it has to be bool [{length}]. Importance weights go into "
@@ -99,8 +98,10 @@ class StepMasks:
             raise RollpackError(
                 f"there are {counted(len(micro_batches), 'micro-batch')} and {counted(len(masks), 'mask')}; one each"
             )
+        for n, mask in enumerate(masks):
+            check_tensor(f"masks[{n}]", mask)
         rollouts, prompts = micro_batches[0].num_indices
-        device = getattr(masks[0], "device", "cpu")
+        device = masks[0].device
         sums = torch.zeros(rollouts + (prompts or 0) + 1, dtype=torch.int64, device=device)
         for n, (micro_batch, mask) in enumerate(zip(micro_batches, masks, strict=True)):
             local, per_sample, more = _local(f"masks[{n}]", micro_batch, mask, cut=cut)

@@ -17,7 +17,7 @@ from rollpack.torch.backends import BACKENDS, gradient_factor
 from rollpack.torch.batches import as_tensor
 from rollpack.torch.masks import StepMasks, check_changed
 from rollpack.torch.mesh import Mesh, check_ranks, num_processes
-from rollpack.torch.weights import accumulation_dtype, mode_weights, token_weights, weighted_sum
+from rollpack.torch.weights import accumulation_dtype, check_tensor, mode_weights, token_weights, weighted_sum
 
 #: Under these processes of other kinds (tp, pp) are common, and who averages is not told by torch's default group.
 _OTHER_PROCESSES = {"none", "megatron", "megatron_legacy", "megatron_per_token"}
@@ -237,8 +237,7 @@ class LossReducer:
             raise TypeError(f"micro_batch is a {type(micro_batch).__name__}; it has to be a rollpack.MicroBatch")
         check_ranks(self.mesh, micro_batch)
         positions = len(micro_batch.tokens)
-        if not isinstance(token_loss, torch.Tensor):
-            raise TypeError(f"token_loss is a {type(token_loss).__name__}; it has to be a torch tensor")
+        check_tensor("token_loss", token_loss)
         if token_loss.shape != (positions,):
             raise RollpackError(
                 f"token_loss has shape {list(token_loss.shape)}, and this micro-batch has {counted(positions, 'position')}: "

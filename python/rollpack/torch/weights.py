@@ -179,9 +179,14 @@ def _check(name: str, values: torch.Tensor, weights: torch.Tensor) -> None:
         raise RollpackError(f"{name} has {counted(len(values), 'position')} and the weights {len(weights)}")
 
 
+def check_tensor(name: str, value: Any) -> None:
+    """Refuses what is no tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; it has to be a torch tensor")
+
+
 def one_dimension(name: str, tensor: Any) -> None:
     """Refuses what is no tensor of one dimension."""
-    if not isinstance(tensor, torch.Tensor):
-        raise TypeError(f"{name} is a {type(tensor).__name__}; it has to be a torch tensor")
+    check_tensor(name, tensor)
     if tensor.ndim != 1:
         raise RollpackError(f"{name} has shape {list(tensor.shape)}; it has to have one dimension")

@@ -8,6 +8,7 @@ use std::sync::Arc;
 use arrow_array::types::{Float32Type, Float64Type, UInt64Type};
 use arrow_array::{
     ArrayRef, BooleanArray, Float32Array, Float64Array, Int64Array, ListArray, NullArray, RecordBatch,
+    StringArray,
 };
 use arrow_schema::{DataType, Field};
 use common::{batch, cases, cut, int64, lcm, lists, nullable_lists, read, request, says, up};
@@ -436,7 +437,13 @@ fn a_token_column_that_cannot_be_carried_is_refused() {
     let ints = |x| nullable_lists(vec![Some(vec![Some(1), x]), Some(vec![Some(1); 3])]);
     says(carried(ints(None)), &["'x', row 0", "the value at position 1 is null"]);
     says(carried(nullable_lists(vec![Some(vec![Some(1); 2]), None])), &["'x', row 1", "is null"]);
-    says(carried(int64(&[1, 2])), &["column 'x'", "has type Int64", "a list of numbers"]);
+    let for_samples = "a value for each sample, not for each token, is named in sample_columns=";
+    says(carried(int64(&[1, 2])), &["column 'x'", "has type Int64", "a list of numbers", for_samples]);
+    let text = StringArray::from(vec!["0.5", "1"]);
+    says(
+        carried(Arc::new(text)),
+        &["column 'x'", "has type Utf8", "a list of numbers", "it holds text; parse it"],
+    );
     // As float32, 2^24 + 1 would become 2^24.
     for x in [(1 << 24) + 1, -(1 << 24) - 1, 1 << 40, i64::MIN] {
         says(carried(ints(Some(x))), &["'x', row 0", &format!("position 1 is {x}, which a float32 cannot")]);
