@@ -79,4 +79,6 @@ def _int64(name: str, values: npt.ArrayLike | None) -> npt.NDArray[np.int64] | N
     array = np.asarray(values)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise PlanError(f"{name} has shape {array.shape} and dtype {array.dtype}; it has to be [S] integers")
+    if array.dtype.kind == "u" and array.size and array.max() > np.iinfo(np.int64).max:
+        raise PlanError(f"{name} holds {array.max()}; it has to fit an int64")
     return np.ascontiguousarray(array, dtype=np.int64)

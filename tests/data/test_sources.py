@@ -479,6 +479,7 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
         (b'{"tokens": [1, 2}', "line 3: is no JSON: Expecting ',' delimiter at character 17"),
         (b'{"response_length": "one"}', "line 3: column 'response_length' holds a str, and in line 1 a number"),
         (b'[{"tokens": [1, 2]}]', "line 3: holds a list, and each line has to be one object"),
+        (b"null", "line 3: holds null, and each line has to be one object"),
         (b'{"tokens": [1, 2], "rollout_id": \xff}', "line 3: is no UTF-8"),
     ],
 )
@@ -488,6 +489,16 @@ def test_a_line_that_is_no_json_is_told_with_its_number(tmp_path, bad, said):
     with pytest.raises(rollpack.DataError) as caught:
         rollpack.summarize(path)
     assert f"{path}, {said}" in str(caught.value)
+
+
+@pytest.mark.parametrize("before", [b"", b"\n\n  ", b"\xef\xbb\xbf", b" " * 100])
+@pytest.mark.parametrize("after", [b"", b'\n{"tokens": [1, 2], "response_length": 1}\n'])
+def test_a_file_that_begins_with_null_is_told(tmp_path, before, after):
+    """pyarrow 26 dies of it."""
+    path = tmp_path / "failed.jsonl"
+    path.write_bytes(before + b"null" + after)
+    with pytest.raises(rollpack.DataError, match=r"failed.jsonl, line \d: holds null, and each line has to be one object"):
+        rollpack.summarize(path)
 
 
 SHARD = {"tokens": [[1, 2, 3], [4, 5]], "loss_mask": [[1, 0], [1]]}
@@ -725,11 +736,14 @@ def test_rows_may_hold_torch_tensors():
         assert pa.table(rollpack.summarize(data, groups=True)).to_pydict() == SUMMARY
 
 
-def test_paths_that_are_no_files_are_told():
+def test_paths_that_are_no_files_are_told(tmp_path):
     with pytest.raises(rollpack.DataError, match="the path is empty"):
         rollpack.summarize("")
     with pytest.raises(rollpack.DataError, match=r"/dev/null is no regular file.*save it first"):
         rollpack.summarize("/dev/null")
+    os.mkfifo(tmp_path / "a.parquet")  # reading it would wait for ever
+    with pytest.raises(rollpack.DataError, match=r"a.parquet is no regular file.*save it first"):
+        rollpack.summarize(tmp_path)
 
 
 def test_polars_lists_without_any_value():

@@ -44,6 +44,11 @@ def test_what_is_no_mode_is_told_the_modes(wrong):
         rollpack.sample_weights(wrong, rollout_mask_sums=[1], num_rollouts=1)
 
 
+def test_a_mask_sum_beyond_int64_is_told():
+    with pytest.raises(rollpack.PlanError, match="rollout_mask_sums holds 18446744073709551615; it has to fit an int64"):
+        rollpack.sample_weights("token_mean", rollout_mask_sums=np.array([1, 2**64 - 1], np.uint64), num_tokens=4)
+
+
 def test_either_of_the_mask_sums_tells_how_many_samples_there_are():
     assert rollpack.sample_weights("token_mean", prompt_mask_sums=[1, 3], num_tokens=4).tolist() == [0.25, 0.25]
     assert rollpack.sample_weights("token_mean", rollout_mask_sums=[1, 3, 3], num_tokens=4).tolist() == [0.25] * 3

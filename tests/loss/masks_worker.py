@@ -115,6 +115,10 @@ def main(rank, store, out):
     halves = list(rollpack.pack(table, rollpack.plan(table, micro_batch_size=2, dp_size=2), dp_rank=rank % 2))
     of_halves = [torch.from_numpy(b.loss_mask)[rank == 1 :] for b in halves]
     found["wrong on rank 1 of pairs"] = of_one(halves, of_halves, mesh=pairs[rank // 2])
+    # One rank is a step behind.
+    two_steps = rollpack.plan(table, micro_batch_size=1, dp_size=2, global_batch_size=2)
+    of_step = list(rollpack.pack(table, two_steps, step=rank % 2, dp_rank=rank % 2))
+    found["of two steps"] = of_one(of_step, [torch.from_numpy(b.loss_mask) for b in of_step], mesh=pairs[rank // 2])
 
     def reduced(backend, dp_size, mesh=None):
         of = rollpack.plan(table, micro_batch_size=4, dp_size=dp_size, placeholders=True)

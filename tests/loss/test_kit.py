@@ -72,6 +72,14 @@ def test_no_false_alarm_on_ours(backend, mode):
     assert report.ok, report
 
 
+def test_what_works_in_place_is_no_failure():
+    def reducer(token_loss, mb):
+        weights = rollpack.torch.token_weights(mb.loss_mask, mb.segment_ids, mb.sample_weights)
+        return token_loss.masked_fill_(~mb.loss_mask, 0).mul_(weights).sum()
+
+    assert check_reducer(reducer).ok
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_float32_is_no_failure(mode):
     report = check_reducer(lambda x, mb: LossReducer(backend="none")(x.float(), mb), **meant(mode))
@@ -291,6 +299,11 @@ def detached(token_loss, mb):
     return plain("token_mean")(token_loss.detach(), mb)
 
 
+def leaf_of_its_own(token_loss, mb):
+    """A zero with a gradient that no parameter of the model gets: DDP waits for ever."""
+    return plain("token_mean")(token_loss, mb) if mb.loss_mask.any() else torch.zeros((), requires_grad=True)
+
+
 def value_off(token_loss, mb):
     loss = plain("sample_mean")(token_loss, mb)
     return loss + (loss * (mb.dp_size * mb.cp_size - 1)).detach()
@@ -442,6 +455,7 @@ WRONG = [
         meant("token_mean", backend="megatron"),
     ),
     Wrong("a constant zero", detached_zero, {"not joined to the graph where nothing is trained"}, meant("token_mean")),
+    Wrong("a zero of its own", leaf_of_its_own, {"not joined to the graph where nothing is trained"}, meant("token_mean")),
     Wrong("no clamp of T", no_clamp, {"0/0 where nothing is trained"}, meant("token_mean")),
     Wrong("detached", detached, {DETACHED, "not joined to the graph where nothing is trained"}, meant("token_mean")),
     Wrong("the logged value scaled", value_off, {"the value returned is not that of the gradient"}, meant("sample_mean")),

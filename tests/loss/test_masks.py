@@ -103,8 +103,12 @@ def test_masks_are_of_one_step():
         with reducer.step():
             loss = sum(reducer(b.columns["loss"].double(), b) for b in steps)
         assert loss.item() == pytest.approx(EXPECTED["sample_mean"], rel=1e-14)
-    with pytest.raises(rollpack.PlanError, match="call reducer.set_masks"), reducer.step():
-        reducer(steps[0].columns["loss"], steps[0])
+    # The same objects, as they were reduced before: the next epoch over a list of them.
+    for loss in (steps[0].columns["loss"], steps[0].columns["loss"].double()):
+        with pytest.raises(rollpack.PlanError, match="call reducer.set_masks"):
+            reducer(loss, steps[0])
+        with pytest.raises(rollpack.PlanError, match="call reducer.set_masks"), reducer.step():
+            reducer(loss, steps[0])
 
 
 def test_wrong_use_is_told():
@@ -190,22 +194,23 @@ def test_what_is_wrong_on_one_rank_is_an_error_on_all(ranks):
         "RollpackError: there are 2 micro-batches and 0 masks; one each",
         "PlanError: micro-batch 0 of this rank's 2 in step 0 did not come",
         "PlanError: there is no micro-batch; pass all of this rank's",
-        "TypeError: 'NoneType' object is not iterable",
+        "TypeError: micro_batches is a NoneType; it has to be a sequence",
         "TypeError: micro_batches has a NoneType; it has to hold rollpack.MicroBatch",
-        "TypeError: 'NoneType' object is not iterable",
+        "TypeError: masks is a NoneType; it has to be a sequence",
         r"PlanError: set_masks is for LossReducer\(denominators='current'\)",
     ]
     for rank, found in enumerate(ranks):
         assert found["wrong on none"] is None
         for text, told in zip(own, found["wrong on rank 1"], strict=True):
-            assert re.match(text if rank == 1 else "RollpackError: set_masks failed on 1 other rank: the error", told)
+            assert re.match(text if rank == 1 else "RollpackError: set_masks failed on another rank: the error", told)
         told = found["wrong on rank 1 of a mesh"]
-        assert re.match(own[0] if rank == 1 else "RollpackError: set_masks failed on 1 other rank: the error", told)
+        assert re.match(own[0] if rank == 1 else "RollpackError: set_masks failed on another rank: the error", told)
+        assert re.match("PlanError: ranks set the masks of different plans or steps: plan alike", found["of two steps"])
 
 
 def test_what_is_wrong_in_one_process_group_is_not_an_error_in_another(ranks):
     told = [found["wrong on rank 1 of pairs"] for found in ranks]
-    assert re.match("RollpackError: set_masks failed on 1 other rank: the error", told[0])
+    assert re.match("RollpackError: set_masks failed on another rank: the error", told[0])
     assert re.match(r"RollpackError: masks\[0\] is torch.bool of shape", told[1])
     assert told[2:] == [None, None]
 
@@ -226,7 +231,7 @@ def test_that_every_process_packs_for_rank_0_is_told(ranks):
     """All would train rank 0's rows, and nobody the others'."""
     *alone, of_step = ranks[0]["all pack for rank 0"]
     assert alone == [None, None]
-    assert of_step.startswith("RollpackError: set_masks failed on 3 other ranks")
+    assert of_step.startswith("RollpackError: set_masks failed on another rank")
     for rank, found in enumerate(ranks[1:], 1):
         for told in found["all pack for rank 0"]:
             assert told.startswith(

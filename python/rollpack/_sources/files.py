@@ -39,8 +39,8 @@ def paths(pattern: str) -> list[Path]:
     if path.is_dir():
         return _in_directory(path)
     found = [path] if path.exists() else [Path(p) for p in sorted(glob.glob(pattern, recursive=True))]
-    if path.exists() and not path.is_file():
-        raise DataError(f"{pattern} is no regular file, and files are read more than once; save it first")
+    if path.exists():
+        _check_regular(path)
     found = [p for p in found if p.is_file()]
     if not found:
         raise DataError(f"no file is called {pattern}" if not glob.has_magic(pattern) else f"no file matches {pattern}")
@@ -59,12 +59,20 @@ def _in_directory(directory: Path) -> list[Path]:
     if not found:
         hint = f"; what lies deeper is found by a glob: {directory}/**/*.parquet" if deeper else ""
         raise DataError(f"{directory} is a directory without files of rollouts ({', '.join(kinds)}){hint}")
+    for path in found:
+        _check_regular(path)
     of_kind = {kind: path for path, kind in found.items()}
     if len(of_kind) > 1:
         # One may be made from the other: then rows would count twice.
         named = " and ".join(f"{kind} ({path.name})" for kind, path in of_kind.items())
         raise DataError(f"{directory} holds files of several kinds, {named}; pass a glob, such as {directory}/*.parquet")
     return list(found)
+
+
+def _check_regular(path: Path) -> None:
+    """Refuses a pipe, a socket or a device. What is not there is found out where it is opened."""
+    if path.exists() and not path.is_file():
+        raise DataError(f"{path} is no regular file, and files are read more than once; save it first")
 
 
 def of_file(path: Path) -> Part:
@@ -232,10 +240,19 @@ def _arrow_stream(path: Path) -> Batches:
     return Batches(reader.schema, batches())
 
 
+#: What may stand before the first value of JSON lines: white space, and the mark that editors of Windows put there.
+_BLANK = b" \t\r\n\xef\xbb\xbf"
+
+
 def _json(path: Path) -> pa.Table:
     # A block has to hold the longest line whole: a long rollout with its log-probabilities is many MiB of text.
+    longest = 0
     with path.open("rb") as file:
-        longest = max((len(line) for line in file), default=0)
+        for number, line in enumerate(file, 1):
+            longest = max(longest, len(line))
+            # pyarrow dies of a null where a block begins with one.
+            if (line[:64].lstrip(_BLANK) or line.lstrip(_BLANK))[:4] == b"null":
+                raise DataError(f"{path}, line {number}: holds null, and each line has to be one object (JSON lines)")
     block = max(1 << 20, longest + 1)
     try:
         table = _json_blocks(path, block)

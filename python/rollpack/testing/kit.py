@@ -182,7 +182,8 @@ def check_reducer(
             values = truth.losses[tokens]
             values = values if poison is None else np.where(micro_batch.loss_mask, values, poison)
             token_loss = torch.from_numpy(values).requires_grad_()
-            loss = returned = reducer(token_loss, micro_batch.to("cpu"))
+            # As in a trainer it comes out of a model: what is no leaf may be changed in place.
+            loss = returned = reducer(token_loss.clone(), micro_batch.to("cpu"))
             if backend == "megatron_per_token":
                 if not (isinstance(returned, tuple) and len(returned) == 2):
                     raise TypeError(f"the reducer returned {returned!r}; it has to be a loss and a count")
@@ -191,11 +192,13 @@ def check_reducer(
             if not (isinstance(loss, torch.Tensor) and loss.numel() == 1):
                 what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else repr(loss)
                 raise TypeError(f"the reducer returned {what}; the loss has to be a 0-d tensor")
-            if not loss.requires_grad:
+            gradient = None
+            if loss.requires_grad:
+                (gradient,) = torch.autograd.grad(loss, token_loss, allow_unused=True)
+            if gradient is None:  # a leaf of its own has a gradient too, and DDP waits for those of the model
                 raise _NotJoinedError(DETACHED if micro_batch.loss_mask.any() else NOT_JOINED)
-            (gradient,) = torch.autograd.grad(loss, token_loss, allow_unused=True)
             scale = _TRAINERS[backend](micro_batch.num_micro_batches, micro_batch.dp_size, micro_batch.cp_size)
-            observed.add(loss.item() * scale, torch.zeros(len(tokens)) if gradient is None else gradient * scale, tokens)
+            observed.add(loss.item() * scale, gradient * scale, tokens)
         if counted > 0:  # Megatron divides by nothing else
             observed.loss, observed.gradient = observed.loss / counted, observed.gradient / counted
         return observed

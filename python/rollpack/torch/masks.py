@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -73,12 +74,12 @@ class StepMasks:
         except Exception as error:  # noqa: BLE001 - whatever it is, the others are told
             fault = error
         groups = reducing_groups(mesh)
-        _share_faults(fault, groups)
+        step = None if fault is not None else (micro_batches[0].plan_id, micro_batches[0].step)
+        _share_faults(fault, step, groups)
         for group in groups:
             torch.distributed.all_reduce(sums, group=group)
-        first = micro_batches[0]
-        self._step = first.plan_id, first.step
-        rollouts, prompts = first.num_indices
+        self._step = step
+        rollouts, prompts = micro_batches[0].num_indices
         *of_units, new = np.split(sums.cpu().numpy(), [rollouts, -1])
         if new[0]:
             raise RollpackError(
@@ -133,16 +134,25 @@ class StepMasks:
         return self._masks[micro_batch.index], weights
 
 
-def _share_faults(fault: Exception | None, groups: Sequence[torch.distributed.ProcessGroup | None]) -> None:
-    """Raises on every rank where one cannot go on: the others would wait for it in a collective."""
-    failed = torch.tensor([fault is not None], dtype=torch.int64)
+def _share_faults(
+    fault: Exception | None, step: tuple[str, int] | None, groups: Sequence[torch.distributed.ProcessGroup | None]
+) -> None:
+    """Raises on every rank where one cannot go on: the others would wait for it in a collective; or has another step."""
+    digest = zlib.crc32(repr(step).encode())
+    told = torch.tensor([fault is not None, digest, -digest], dtype=torch.int64)
     for group in groups:
-        failed = failed.to(collective_device(group))
-        torch.distributed.all_reduce(failed, group=group)
+        told = told.to(collective_device(group))
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX, group=group)
+    failed, largest, smallest = told.tolist()
     if fault is not None:
         raise fault
-    if number := int(failed):
-        raise RollpackError(f"set_masks failed on {counted(number, 'other rank')}: the error there says why")
+    if failed:
+        raise RollpackError("set_masks failed on another rank: the error there says why")
+    if largest != -smallest:
+        raise PlanError(
+            "ranks set the masks of different plans or steps: plan alike on all of them (check_same_plan), and set those of "
+            "the same step"
+        )
 
 
 def _local(

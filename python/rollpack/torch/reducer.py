@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary, ref
@@ -162,7 +162,8 @@ class LossReducer:
                 ``cu_seqlens[s] + p``.
 
         Raises:
-            PlanError: the reducer keeps original denominators, or micro-batches are missing or of different steps.
+            PlanError: the reducer keeps original denominators, or micro-batches are missing or of different steps, here or on
+                other ranks.
             RollpackError: a mask has another dtype or shape; or masks add tokens to the plan's. What is wrong on one rank is
                 an error on every rank, so that none waits for it.
         """
@@ -170,6 +171,9 @@ class LossReducer:
         try:
             if self.denominators != "current":
                 raise PlanError("set_masks is for LossReducer(denominators='current'); loss_mask= keeps the original ones")
+            for name, given in (("micro_batches", micro_batches), ("masks", masks)):
+                if not isinstance(given, Iterable):
+                    raise TypeError(f"{name} is a {type(given).__name__}; it has to be a sequence")
             micro_batches, masks = list(micro_batches), list(masks)
             self._check_whole(micro_batches)
         except Exception as error:  # noqa: BLE001 - the other ranks are told, and do not wait for this one
@@ -302,7 +306,9 @@ class _Step(AbstractContextManager[None]):
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         seen, self._reducer._seen = self._reducer._seen, None
-        self._reducer._masks = None  # those of this step: the next may have a plan that is alike to the last length
+        if self._reducer._masks is not None:  # those of this step: the next may have the same micro-batches
+            self._reducer._masks = None
+            self._reducer._weights.clear()
         if error is None and seen is not None:
             seen.finish()
 
