@@ -162,8 +162,8 @@ class LossReducer:
                 ``cu_seqlens[s] + p``.
 
         Raises:
-            PlanError: the reducer keeps original denominators, or micro-batches are missing or of different steps, here or on
-                other ranks.
+            PlanError: the reducer keeps original denominators, or micro-batches are missing or of different steps, here or
+                over ranks.
             RollpackError: a mask has another dtype or shape; or masks add tokens to the plan's. What is wrong on one rank is
                 an error on every rank, so that none waits for it.
         """
