@@ -417,6 +417,39 @@ def test_an_arrival_without_ids_that_others_have_is_refused():
         list(next(rollpack.pack_online([ROWS[:2], as_text], global_batch_size=4, max_tokens_per_gpu=8)))
 
 
+def test_prompt_groups_have_ids_of_one_type():
+    """Text and numbers are never equal, and a group that was cut would count as two."""
+    arrivals = [ROWS[:2], [row | {"group_index": str(row["group_index"])} for row in ROWS[2:]]]
+    steps = rollpack.pack_online(
+        arrivals, global_batch_size=4, max_tokens_per_gpu=8, loss_aggregation="prompt_mean", prompts_per_step=2
+    )
+    with pytest.raises(rollpack.SchemaError, match="arrival 1: column 'group_index' is string, and was int64") as caught:
+        list(next(steps))
+    assert caught.value.column == "group_index"
+
+
+def test_a_sample_column_is_of_integers_or_of_floats_in_all_arrivals():
+    """It would be float64 in one micro-batch and float32 in the next."""
+    arrivals = [[ROWS[0] | {"reward": 0.5}], [ROWS[1] | {"reward": 1}]]
+    for order, text in ((1, "integers, and was floats"), (-1, "floats, and was integers")):
+        steps = rollpack.pack_online(arrivals[::order], global_batch_size=2, max_tokens_per_gpu=8, sample_columns=["reward"])
+        with pytest.raises(rollpack.SchemaError, match=f"arrival 1: column 'reward' is {text} in arrivals before"):
+            list(next(steps))
+
+
+def test_columns_of_other_names_and_rollouts_of_several_columns():
+    """The last two samples are of one rollout, whose number is that of the first in another group."""
+    rows = [row | {"ids": row["tokens"], "n": n} for row, n in zip(ROWS, (0, 1, 0, 0), strict=True)]
+    for row in rows:
+        del row["tokens"], row["rollout_id"]
+    named = {"columns": {"tokens": "ids"}, "rollout_key": ["group_index", "n"]}
+    found = losses_of([rows[:1], rows[1:2], rows[2:]], global_batch_size=3, max_tokens_per_gpu=8, **named)
+    # By hand: rollouts of 4, (1 + 2 + 3) / 3 and (10 + 20 + 1 + 2 + 3) / 5.
+    assert found == pytest.approx([13.2 / 3], abs=1e-12)
+    with pytest.raises(rollpack.DataError, match=r"arrival 3: row 0 is of rollout \(1, 0\), of which an earlier arrival"):
+        losses_of(singles(rows), global_batch_size=4, max_tokens_per_gpu=8, **named)
+
+
 @pytest.mark.parametrize("data", [pa.Table.from_pylist(ROWS), {"tokens": [[1, 2]]}, "rollouts.parquet"])
 def test_data_in_the_place_of_arrivals_is_refused(data):
     with pytest.raises(TypeError, match="arrivals is a .*, and has to be an iterable of such: pass \\[data\\]"):
