@@ -722,24 +722,22 @@ fn a_number_over_float32_is_refused_and_an_infinity_is_not() {
 
 #[test]
 fn the_place_of_a_value_that_cannot_be_carried_is_counted_in_the_response() {
-    // Of 9 tokens rank 0 of 2 has the first 5 positions, with values 0 to 4, and rank 1 the others, with values 5 to 7.
+    // Of 4 + 8 tokens rank 0 of 2 has the first 6, and with them of row 1 the values 0 and 1; rank 1 has its values 2 to 6.
     let packed = |x: ArrayRef, rank| {
-        let data =
-            batch(vec![("tokens", lists(&[&[1; 9]; 2])), ("response_length", int64(&[8, 8])), ("x", x)]);
+        let tokens = lists(&[&[1; 4], &[1; 8]]);
+        let data = batch(vec![("tokens", tokens), ("response_length", int64(&[3, 7])), ("x", x)]);
         packed_with(&[data], &carrying(&["x"], &[]), &[0, 1], &cut(2, Layout::Contiguous), rank)
     };
-    let floats = |values: [f64; 8]| {
-        let rows = [[1.0; 8], values].map(|row| Some(row.map(Some)));
-        Arc::new(ListArray::from_iter_primitive::<Float64Type, _, _>(rows)) as ArrayRef
-    };
-    let large = floats([1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 1e39, 1e39]);
-    assert_eq!(packed(Arc::clone(&large), 0).unwrap().columns[0].len(), 10);
-    says(packed(large, 1), &["column 'x', row 1: the value at position 6 is 1e39, too large for a float32"]);
-    let exact = lists(&[&[1; 8], &[1, 1, 1, 1, 1, 1, 1, (1 << 24) + 1]]);
-    assert_eq!(packed(Arc::clone(&exact), 0).unwrap().columns[0].len(), 10);
+    let rows = [vec![1.0; 3], vec![1.0, 1.0, 1.0, 1.0, 1e39, 2e39, 1.0]];
+    let rows = rows.map(|row| Some(row.into_iter().map(Some)));
+    let large: ArrayRef = Arc::new(ListArray::from_iter_primitive::<Float64Type, _, _>(rows));
+    assert_eq!(packed(Arc::clone(&large), 0).unwrap().columns[0], [1.0, 1.0, 1.0, 0.0, 1.0, 1.0]);
+    says(packed(large, 1), &["column 'x', row 1: the value at position 4 is 1e39, too large for a float32"]);
+    let exact = lists(&[&[1; 3], &[1, 1, 1, 1, 1, (1 << 24) + 1, 1]]);
+    assert_eq!(packed(Arc::clone(&exact), 0).unwrap().columns[0], [1.0, 1.0, 1.0, 0.0, 1.0, 1.0]);
     says(
         packed(exact, 1),
-        &["column 'x', row 1: the value at position 7 is 16777217, which a float32 cannot hold"],
+        &["column 'x', row 1: the value at position 5 is 16777217, which a float32 cannot hold"],
     );
 }
 
