@@ -44,7 +44,8 @@ TESTS = {
     "torch/weights.py": "loss/test_reducer.py loss/test_legacy.py",
     "torch/reducer.py": "loss/test_reducer.py loss/test_steps.py loss/test_masks.py loss/test_backends.py "
     "loss/test_online.py test_reprs.py",
-    "torch/mesh.py": "loss/test_masks.py loss/test_reducer.py loss/test_stream.py loss/test_metrics.py",
+    "torch/mesh.py": "loss/test_mesh.py loss/test_masks.py loss/test_reducer.py loss/test_stream.py loss/test_metrics.py "
+    "loss/test_rank_shards.py",
     "torch/masks.py": "loss/test_masks.py loss/test_reducer.py loss/test_legacy.py",
     "torch/metrics.py": "loss/test_metrics.py loss/test_legacy.py test_reprs.py",
     "summary.py": "data/test_summarize.py data/test_shards.py data/test_plan.py test_reprs.py",

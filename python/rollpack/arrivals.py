@@ -172,6 +172,8 @@ class Arriving:
             columns[name] = here
         columns["row"] = columns["row"] + part.first_row
         columns["part"] = np.full(len(columns["row"]), len(self._parts))
+        if self._parts and self._waiting[-1] == 0:  # it was kept as the last
+            self._parts[-1] = None
         self._parts.append(part)
         self._waiting.append(len(columns["row"]))
         before = self._columns or {name: column[:0] for name, column in columns.items()}

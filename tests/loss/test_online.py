@@ -241,23 +241,25 @@ def test_loss_and_gradient_are_those_of_the_reference(data, mode, sizes, layout,
         np.testing.assert_allclose(losses[at].grad.numpy(), gradient, atol=1e-14)
 
 
-def test_the_data_of_arrivals_that_went_out_is_let_go():
+# In the second every third arrival goes out as it comes, beside one that has waited.
+@pytest.mark.parametrize("lengths", [[1000] * 50, [1200, 1200, 800] * 17])
+def test_the_data_of_arrivals_that_went_out_is_let_go(lengths):
     kept = []
 
     def arriving():
-        for row in range(50):
-            values = np.full(1000, row, np.int32)
+        for row, length in enumerate(lengths):
+            values = np.full(length, row, np.int32)
             owner = pa.py_buffer(values)
             kept.append(weakref.ref(values))
-            flat = pa.Array.from_buffers(pa.int32(), 1000, [None, owner])
-            tokens = pa.ListArray.from_arrays(pa.array([0, 1000], pa.int32()), flat)
+            flat = pa.Array.from_buffers(pa.int32(), length, [None, owner])
+            tokens = pa.ListArray.from_arrays(pa.array([0, length], pa.int32()), flat)
             table = pa.table({"tokens": tokens, "response_length": [10]})
             del values, owner, flat, tokens
             yield table
             del table
 
     most = 0
-    for step in rollpack.pack_online(arriving(), global_batch_size=50, max_tokens_per_gpu=2000, look_ahead=1):
+    for step in rollpack.pack_online(arriving(), global_batch_size=len(lengths), max_tokens_per_gpu=2000, look_ahead=1):
         for batch in step:
             assert batch.tokens[0] == batch.rows[0]
             gc.collect()
@@ -415,6 +417,78 @@ def test_an_arrival_without_ids_that_others_have_is_refused():
     as_text = [ROWS[2] | {"rollout_id": "2"}]
     with pytest.raises(rollpack.SchemaError, match="arrival 1: column 'rollout_id' is string, and was int64"):
         list(next(rollpack.pack_online([ROWS[:2], as_text], global_batch_size=4, max_tokens_per_gpu=8)))
+
+
+def test_prompt_groups_have_ids_of_one_type():
+    """Text and numbers are never equal, and a group that was cut would count as two."""
+    arrivals = [ROWS[:2], [row | {"group_index": str(row["group_index"])} for row in ROWS[2:]]]
+    steps = rollpack.pack_online(
+        arrivals, global_batch_size=4, max_tokens_per_gpu=8, loss_aggregation="prompt_mean", prompts_per_step=2
+    )
+    with pytest.raises(rollpack.SchemaError, match="arrival 1: column 'group_index' is string, and was int64") as caught:
+        list(next(steps))
+    assert caught.value.column == "group_index"
+
+
+def test_a_sample_column_is_of_integers_or_of_floats_in_all_arrivals():
+    """It would be float64 in one micro-batch and float32 in the next."""
+    arrivals = [[ROWS[0] | {"reward": 0.5}], [ROWS[1] | {"reward": 1}]]
+    for order, text in ((1, "integers, and was floats"), (-1, "floats, and was integers")):
+        steps = rollpack.pack_online(arrivals[::order], global_batch_size=2, max_tokens_per_gpu=8, sample_columns=["reward"])
+        with pytest.raises(rollpack.SchemaError, match=f"arrival 1: column 'reward' is {text} in arrivals before"):
+            list(next(steps))
+
+
+def test_columns_of_other_names_and_rollouts_of_several_columns():
+    """The last two samples are of one rollout, whose number is that of the first in another group."""
+    rows = [row | {"ids": row["tokens"], "n": n} for row, n in zip(ROWS, (0, 1, 0, 0), strict=True)]
+    for row in rows:
+        del row["tokens"], row["rollout_id"]
+    named = {"columns": {"tokens": "ids"}, "rollout_key": ["group_index", "n"]}
+    found = losses_of([rows[:1], rows[1:2], rows[2:]], global_batch_size=3, max_tokens_per_gpu=8, **named)
+    # By hand: rollouts of 4, (1 + 2 + 3) / 3 and (10 + 20 + 1 + 2 + 3) / 5.
+    assert found == pytest.approx([13.2 / 3], abs=1e-12)
+    with pytest.raises(rollpack.DataError, match=r"arrival 3: row 0 is of rollout \(1, 0\), of which an earlier arrival"):
+        losses_of(singles(rows), global_batch_size=4, max_tokens_per_gpu=8, **named)
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "totals", "expected"),
+    [
+        # As in test_masks.py. Samples: 4/1, (1+3)/2, 30/2, 0. Groups: (4+4)/3, 30/2.
+        (singles(ROWS), {"loss_aggregation": "sample_mean"}, 21 / 4),
+        ([ROWS[:2], ROWS[2:]], {"loss_aggregation": "prompt_mean", "prompts_per_step": 2}, (8 / 3 + 15) / 2),
+    ],
+)
+def test_masks_that_are_changed_when_the_step_has_come(arrivals, totals, expected):
+    masks = [[1], [1, 0, 1], [1, 1], [0, 0, 0, 0]]
+    steps = rollpack.pack_online(
+        arrivals, global_batch_size=4, max_tokens_per_gpu=8, look_ahead=1, token_columns=["loss"], **totals
+    )
+    batches = [batch.to("cpu") for batch in next(steps)]
+    assert len(batches) > 1
+    reducer = LossReducer(backend="none", denominators="current")
+    whole = [[x for row in batch.rows for x in [0, *masks[row]]] for batch in batches]  # a prompt token each
+    reducer.set_masks(batches, [torch.tensor(mask).bool() for mask in whole], cut=False)
+    with reducer.step():
+        loss = sum(reducer(batch.columns["loss"].double(), batch).item() for batch in batches)
+    assert loss == pytest.approx(expected, rel=1e-14)
+
+
+def test_a_placeholder_after_arrivals_that_went_out():
+    """It has a dummy's columns, though the data that came first is let go."""
+    rows = [{"tokens": [[1, 2]] * n, "response_length": [1] * n, "loss": [[float(n)]] * n} for n in (1, 1, 1, 4)]
+    arguments = {"global_batch_size": 7, "micro_batch_size": 1, "look_ahead": 1, "dp_size": 2}
+    (last,) = (list(step) for step in rollpack.pack_online(rows, dp_rank=1, token_columns=["loss"], **arguments))
+    assert [batch.rows.tolist() for batch in last] == [[1], [3], [5], [-1]]
+    assert last[-1].columns["loss"].tolist() == [0.0] * len(last[-1].tokens)
+    assert losses_of(rows, **arguments) == pytest.approx([(1 + 1 + 1 + 4 * 4) / 7], abs=1e-12)
+    # The arrival that came last goes out beside the first, when another round is still to come.
+    rows = [{"tokens": [[1] * n], "response_length": [1], "loss": [[float(n)]]} for n in (3, 8, 8, 8, 3, 4)]
+    arguments = {"global_batch_size": 6, "max_tokens_per_gpu": 8, "look_ahead": 1, "dp_size": 2}
+    (last,) = (list(step) for step in rollpack.pack_online(rows, dp_rank=0, **arguments))
+    assert [batch.rows.tolist() for batch in last] == [[1], [3], [-1]]
+    assert losses_of(rows, **arguments) == pytest.approx([34 / 6], abs=1e-12)
 
 
 @pytest.mark.parametrize("data", [pa.Table.from_pylist(ROWS), {"tokens": [[1, 2]]}, "rollouts.parquet"])

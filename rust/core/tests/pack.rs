@@ -720,6 +720,27 @@ fn a_number_over_float32_is_refused_and_an_infinity_is_not() {
     }
 }
 
+#[test]
+fn the_place_of_a_value_that_cannot_be_carried_is_counted_in_the_response() {
+    // Of 4 + 8 tokens rank 0 of 2 has the first 6, and with them of row 1 the values 0 and 1; rank 1 has its values 2 to 6.
+    let packed = |x: ArrayRef, rank| {
+        let tokens = lists(&[&[1; 4], &[1; 8]]);
+        let data = batch(vec![("tokens", tokens), ("response_length", int64(&[3, 7])), ("x", x)]);
+        packed_with(&[data], &carrying(&["x"], &[]), &[0, 1], &cut(2, Layout::Contiguous), rank)
+    };
+    let rows = [vec![1.0; 3], vec![1.0, 1.0, 1.0, 1.0, 1e39, 2e39, 1.0]];
+    let rows = rows.map(|row| Some(row.into_iter().map(Some)));
+    let large: ArrayRef = Arc::new(ListArray::from_iter_primitive::<Float64Type, _, _>(rows));
+    assert_eq!(packed(Arc::clone(&large), 0).unwrap().columns[0], [1.0, 1.0, 1.0, 0.0, 1.0, 1.0]);
+    says(packed(large, 1), &["column 'x', row 1: the value at position 4 is 1e39, too large for a float32"]);
+    let exact = lists(&[&[1; 3], &[1, 1, 1, 1, 1, (1 << 24) + 1, 1]]);
+    assert_eq!(packed(Arc::clone(&exact), 0).unwrap().columns[0], [1.0, 1.0, 1.0, 0.0, 1.0, 1.0]);
+    says(
+        packed(exact, 1),
+        &["column 'x', row 1: the value at position 5 is 16777217, which a float32 cannot hold"],
+    );
+}
+
 /// Two batches of two rows, of which the last has `value` in column `x`.
 fn with_last(values: [ArrayRef; 2]) -> Result<Packed> {
     let batches = values.map(|x| {
