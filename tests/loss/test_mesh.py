@@ -134,9 +134,9 @@ def test_changed_masks_are_summed_over_the_dp_and_cp_ranks_and_no_others(monkeyp
     """Rank 5 of (pp 2, dp 2, tp 2) differs from rank 7 in dp; over tp or pp the same rollouts would be summed twice."""
     summed, all_reduce = [], torch.distributed.all_reduce
 
-    def noted(tensor, group):
+    def noted(tensor, op=torch.distributed.ReduceOp.SUM, group=None):
         summed.append(torch.distributed.get_process_group_ranks(group))
-        all_reduce(tensor, group=group)
+        all_reduce(tensor, op, group=group)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", noted)
 
