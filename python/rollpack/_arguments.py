@@ -36,9 +36,13 @@ def number(name: str, value: SupportsFloat) -> float:
         raise PlanError(f"{name} is {value!r}; it has to be a number") from None
 
 
+#: A tuple: torch 2.6 cannot compile a union.
+_FLAGS = (bool, np.bool_)
+
+
 def flag(name: str, value: object) -> bool:
     """An argument that has to be True or False: any text, "no" too, would count as True."""
-    if not isinstance(value, bool | np.bool_):
+    if not isinstance(value, _FLAGS):
         raise PlanError(f"{name} is {value!r}; it has to be True or False")
     return bool(value)
 

@@ -135,7 +135,7 @@ def test_changed_masks_are_summed_over_the_dp_and_cp_ranks_and_no_others(monkeyp
     summed, all_reduce = [], torch.distributed.all_reduce
 
     def noted(tensor, op=torch.distributed.ReduceOp.SUM, group=None):
-        summed.append(torch.distributed.get_process_group_ranks(group))
+        summed.append(torch.distributed.get_process_group_ranks(group or torch.distributed.group.WORLD))
         all_reduce(tensor, op, group=group)
 
     monkeypatch.setattr(torch.distributed, "all_reduce", noted)
