@@ -39,8 +39,7 @@ def paths(pattern: str) -> list[Path]:
     if path.is_dir():
         return _in_directory(path)
     found = [path] if path.exists() else [Path(p) for p in sorted(glob.glob(pattern, recursive=True))]
-    if path.exists():
-        _check_regular(path)
+    _check_regular(path)
     found = [p for p in found if p.is_file()]
     if not found:
         raise DataError(f"no file is called {pattern}" if not glob.has_magic(pattern) else f"no file matches {pattern}")

@@ -231,7 +231,7 @@ impl List {
 
     /// As [`List::range`], where neither the row nor one of its values is null; else what is wrong.
     pub fn range_without_null(&self, i: usize) -> std::result::Result<Range<usize>, String> {
-        if self.nulls.as_ref().is_some_and(|n| n.is_null(i)) {
+        if self.is_null(i) {
             return Err("is null; fill it or drop the row".to_owned());
         }
         let range = self.range(i);
